@@ -138,7 +138,9 @@ def test_the_types_of_options_are_those_that_formats_take() -> None:
         for name, kind in vars(options).items()
         if name.endswith("Options") and name != "FormatOptions"
     }
-    assert typed == {name.replace("_", ""): set(formats.get(name).target().own) for name in formats.written()}
+    assert typed == {
+        name.replace("_", ""): set(formats.get(name).target().format_options) for name in formats.written()
+    }
     assert set(typing.get_type_hints(options.FormatOptions)) == set().union(*typed.values())
 
 

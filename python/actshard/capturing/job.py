@@ -250,10 +250,10 @@ class CaptureJob:
         output, target = self._output, self._target_class
         arguments = self._arguments()
         holds_any = target.holds_metadata and target.metadata_keys is None
-        model_field = {} if "model" in target.own else {"model": arguments["model"]}
+        model_field = {} if "model" in target.format_options else {"model": arguments["model"]}
         options = dict(output.create["options"])
         for name in ("model", "revision"):
-            if name in target.own and arguments.get(name) is not None:
+            if name in target.format_options and arguments.get(name) is not None:
                 options.setdefault(name, arguments[name])
         return {
             **output.create,

@@ -203,7 +203,7 @@ def _own_names(command: str) -> frozenset[str]:
     if command == "convert":
         from actshard import convert, formats
 
-        names = {name for format in formats.written() for name in formats.get(format).target().own}
+        names = {name for format in formats.written() for name in formats.get(format).target().format_options}
         return frozenset(names | set(inspect.signature(convert).parameters)) - {
             "options",
             "src",

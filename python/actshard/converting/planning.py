@@ -216,7 +216,7 @@ def configure_target(
         source_options.pop("max_tokens_per_shard", None)  # chosen for all examples; shards would be mostly empty
     if request.tokens != "all":
         source_metadata = _content_only(source_metadata)
-    source_options = {k: v for k, v in source_options.items() if k in request.kind.own}
+    source_options = {k: v for k, v in source_options.items() if k in request.kind.format_options}
     options = request.kind.conversion_options(source_options, options, request.tokens, lambda: _pooled(store))
     result_dtype = store.dtype if dtype is None else _arguments.dtype(dtype)[0]
     counts: NDArray[np.int64] | None = None

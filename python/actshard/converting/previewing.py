@@ -134,7 +134,7 @@ def _preview(
     """Preview for one format. ``only``: the user named this format, so errors about the source are raised."""
     # check_request() raises for unknown names.
     kind = formats.get(name).target() if name in formats.written() else Target
-    format_options = {k: v for k, v in options.items() if only or k in kind.own}
+    format_options = {k: v for k, v in options.items() if only or k in kind.format_options}
     if not kind.takes_shard_bytes and not only:
         sizes = {**sizes, "shard_bytes": None}
     try:

@@ -58,9 +58,9 @@ def named_in(layout: Any, columns: Sequence[str]) -> list[str] | None:
     return names
 
 
-def left_out(others: Sequence[str], layers: Sequence[str]) -> str:
+def left_out(columns: Sequence[str], layers: Sequence[str]) -> str:
     """Text about columns of vectors that are not layers."""
     return (
-        f"columns {', '.join(others)} differ from {', '.join(layers)} in kind, size, dtype or lengths, or are named as outputs: "
-        f"they are columns, not layers; layout={{'layers': [{others[0]!r}]}} reads them instead"
+        f"columns {', '.join(columns)} differ from {', '.join(layers)} in kind, size, dtype or lengths, or are named as outputs: "
+        f"they are columns, not layers; layout={{'layers': [{columns[0]!r}]}} reads them instead"
     )

@@ -100,8 +100,8 @@ class Carrying:
 
     def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Metadata and options for a source of another format. ``origin`` is the source's metadata to store."""
-        named = {self.model_key: contents.model} if self.model_key is not None and contents.model else {}
-        return {**named, ORIGIN: origin}, {}
+        model_field = {self.model_key: contents.model} if self.model_key is not None and contents.model else {}
+        return {**model_field, ORIGIN: origin}, {}
 
 
 def metadata_differences(stores: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
@@ -114,8 +114,8 @@ def metadata_differences(stores: Sequence[tuple[str, Mapping[str, Any]]]) -> lis
         first = stores[0][1]
         for name in {**first, **metadata}:
             if name not in _OF_WRITING and name not in texts and first.get(name) != metadata.get(name):
-                entry, kept, value = first_difference(name, first.get(name), metadata.get(name))
-                texts[name] = f"{entry}: {show(kept)} is kept, {show(value)} of {store} is not"
+                entry, first_value, value = first_difference(name, first.get(name), metadata.get(name))
+                texts[name] = f"{entry}: {show(first_value)} is kept, {show(value)} of {store} is not"
     return list(texts.values())
 
 
@@ -129,15 +129,15 @@ def first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
     return first_difference(f"{name}.{inner}", a[inner], b[inner])
 
 
-def checked_origin(found: Any) -> dict[str, Any] | None:
+def checked_origin(origin: Any) -> dict[str, Any] | None:
     """Returns a value found under :data:`ORIGIN` if it is valid, else None."""
-    if isinstance(found, dict) and isinstance(found.get("metadata"), dict):
-        return found
+    if isinstance(origin, dict) and isinstance(origin.get("metadata"), dict):
+        return origin
     return None
 
 
 def without_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Metadata as JSON-compatible values, without lists of shards and tensors."""
-    kept = {name: value for name, value in metadata.items() if name not in _OF_FILES}
-    plain: dict[str, Any] = json.loads(json.dumps(kept, default=str))
+    kept_metadata = {name: value for name, value in metadata.items() if name not in _OF_FILES}
+    plain: dict[str, Any] = json.loads(json.dumps(kept_metadata, default=str))
     return plain

@@ -54,9 +54,9 @@ class LayoutText(str):
     @classmethod
     def of(cls, text: str, path: Path) -> LayoutText:
         """The text of a file."""
-        made = cls(text)
-        made.path = path
-        return made
+        layout_text = cls(text)
+        layout_text.path = path
+        return layout_text
 
 
 @dataclass(frozen=True)

@@ -43,21 +43,21 @@ class PlaceTable:
         item = stored(part.array.dtype).itemsize
         row = part.width * item
         step = part.token_stride * item if part.tokens > 1 else row
-        apart = (part.stride != 1 and part.width > 1) or step < row or part.array.deflated is not None
-        swapped = part.array.swapped and not apart
-        key = (example, id(part.array), True) if apart else (example, step, swapped, False)
+        is_decoded = (part.stride != 1 and part.width > 1) or step < row or part.array.deflated is not None
+        swapped = part.array.swapped and not is_decoded
+        key = (example, id(part.array), True) if is_decoded else (example, step, swapped, False)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._files)
-            decoded = part.array if apart else None
-            self._files.append((self._paths[example], row if apart else step, swapped, gzipped, decoded))
-        return number, offset + (0 if apart else part.array.offset)
+            decoded = part.array if is_decoded else None
+            self._files.append((self._paths[example], row if is_decoded else step, swapped, gzipped, decoded))
+        return number, offset + (0 if is_decoded else part.array.offset)
 
     def add(self, steps: NDArray[np.uint64], swapped: NDArray[np.uint8]) -> int:
         """Adds every path once, with its row stride in bytes. Returns the number of the first."""
         first = len(self._files)
-        each = zip(self._paths, steps.tolist(), (swapped != 0).tolist(), strict=True)
-        self._files += [(path, step, swap, False, None) for path, step, swap in each]
+        files = zip(self._paths, steps.tolist(), (swapped != 0).tolist(), strict=True)
+        self._files += [(path, step, swap, False, None) for path, step, swap in files]
         return first
 
     def unread(self, example: int) -> int:
@@ -97,7 +97,7 @@ def rows_of_columns(
     """Rows of token ids and masks, by name."""
     n = len(paths)
     first = next(example for example in examples if example is not None)
-    made = {}
+    rows = {}
     for key, part in first.columns.items():
         table = PlaceTable(paths)
         numbers, starts, tokens = np.zeros((1, n), np.uint32), np.zeros((1, n), np.uint64), np.zeros(n, np.uint32)
@@ -107,8 +107,8 @@ def rows_of_columns(
                 continue
             numbers[0, e], starts[0, e] = table.place(e, example.columns[key], example.gzipped, 0)
             tokens[e] = example.tokens
-        made[key] = table.open(numbers, starts, tokens, 1, part.array.dtype, options)
-    return made
+        rows[key] = table.open(numbers, starts, tokens, 1, part.array.dtype, options)
+    return rows
 
 
 def rows_of_parts(
@@ -127,8 +127,8 @@ def rows_of_parts(
             firsts[id(part)] = table.add(
                 np.where(tokens > 1, part.steps, np.uint64(part.width)) * np.uint64(item), part.swapped
             )
-    each = np.arange(len(paths), dtype=np.uint32)
-    numbers = np.stack([each + np.uint32(firsts[id(part)]) for part, _ in groups])
+    file_indices = np.arange(len(paths), dtype=np.uint32)
+    numbers = np.stack([file_indices + np.uint32(firsts[id(part)]) for part, _ in groups])
     starts = np.stack([part.offsets + np.uint64(offset) for part, offset in groups])
     return table.open(numbers, starts, tokens, width, dtype, options)
 
@@ -148,35 +148,35 @@ class DraftColumns:
     ) -> None:
         self._root, self._paths = root, paths
         self._tokens = TokenColumns(rows, len(paths), root.place)
-        self._values = {name: each for name, each in values.items() if name not in (*self._tokens.names, _FILE)}
+        self._values = {name: column for name, column in values.items() if name not in (*self._tokens.names, _FILE)}
         self.names = (*self._tokens.names, *self._values, _FILE)
         self.per_token = self._tokens.names
 
-    def columns(self, wanted: Sequence[str]) -> pa.Table:
+    def columns(self, names: Sequence[str]) -> pa.Table:
         """Reads columns of all examples."""
-        return self.head(wanted, len(self._paths))
+        return self.head(names, len(self._paths))
 
-    def head(self, wanted: Sequence[str], n: int) -> pa.Table:
+    def head(self, names: Sequence[str], n: int) -> pa.Table:
         """Reads columns of the first n examples."""
-        return self.some(wanted, np.arange(min(n, len(self._paths))))
+        return self.some(names, np.arange(min(n, len(self._paths))))
 
-    def some(self, wanted: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
+    def some(self, names: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
         """Reads columns of these examples.
 
         Raises:
             NotStoredError: there is no such column.
         """
-        for name in wanted:
+        for name in names:
             if name not in self.names:
                 raise NotStoredError(
                     f"has no column {name!r}; columns are {', '.join(self.names)}", path=self._root.place
                 )
         parts: dict[str, Any] = {}
-        if token_names := [name for name in wanted if name in self.per_token]:
+        if token_names := [name for name in names if name in self.per_token]:
             read = self._tokens.some(token_names, numbers)
             parts = {name: read[name].combine_chunks() for name in token_names}
-        parts |= {name: self._plain(name, numbers.tolist()) for name in wanted if name not in parts}
-        return table_of(list(wanted), [(parts, len(numbers))])
+        parts |= {name: self._plain(name, numbers.tolist()) for name in names if name not in parts}
+        return table_of(list(names), [(parts, len(numbers))])
 
     def _plain(self, name: str, numbers: Sequence[int]) -> list[Any]:
         if name == _FILE:

@@ -140,17 +140,17 @@ def read_each(paths: Sequence[Location], limit: int, use: Callable[[int, TorchFi
     """
     first = 0
     while first < len(paths):
-        some = paths[first : first + (_GZIPPED_AT_ONCE if paths[first].name.endswith(".gz") else _AT_ONCE)]
+        batch = paths[first : first + (_GZIPPED_AT_ONCE if paths[first].name.endswith(".gz") else _AT_ONCE)]
         try:
-            for number, file in enumerate(read_torch(some, limit), first):
+            for number, file in enumerate(read_torch(batch, limit), first):
                 use(number, file)
         except ActshardError:
-            for number, path in enumerate(some, first):
-                use(number, _one(path, limit))
-        first += len(some)
+            for number, path in enumerate(batch, first):
+                use(number, _read_one(path, limit))
+        first += len(batch)
 
 
-def _one(path: Location, limit: int) -> TorchFile | ActshardError:
+def _read_one(path: Location, limit: int) -> TorchFile | ActshardError:
     try:
         return read_torch([path], limit)[0]
     except (FileAccessError, MissingFileError):
@@ -169,13 +169,13 @@ def example_of(file: TorchFile, keys: DraftKeys) -> DraftExample:
     value = file.value
     if not isinstance(value, dict):
         raise FormatError(f"expected a dict of tensors, found {type(value).__name__}", path=file.path)
-    found = {key: _tensor(file, value, key) for key in keys.required}
-    found |= {key: _tensor(file, value, key) for key in MASKS if key in value and key not in found}
-    columns = {key: _flat(file, key, found[key]) for key in (IDS, *MASKS) if key in found}
+    tensors = {key: _tensor(file, value, key) for key in keys.required}
+    tensors |= {key: _tensor(file, value, key) for key in MASKS if key in value and key not in tensors}
+    columns = {key: _flat(file, key, tensors[key]) for key in (IDS, *MASKS) if key in tensors}
     tokens = columns[IDS].tokens
     if not tokens:
         raise FormatError(f"{IDS}: expected at least one token, found none", path=file.path)
-    states = {key: _rows(file, key, found[key]) for key in keys.states}
+    states = {key: _rows(file, key, tensors[key]) for key in keys.states}
     aux = states.get(keys.aux) if keys.aux is not None else None
     if aux is not None and aux.tokens * aux.width == 0 and keys.last is not None:
         aux = None  # Model-Optimizer stores an empty tensor if there is no auxiliary layer
@@ -186,20 +186,20 @@ def example_of(file: TorchFile, keys: DraftKeys) -> DraftExample:
     plain = {
         key: value[key]
         for key in value
-        if isinstance(key, str) and type(value[key]) in (str, int, float, bool) and key not in found
+        if isinstance(key, str) and type(value[key]) in (str, int, float, bool) and key not in tensors
     }
     return DraftExample(tokens, file.is_gzipped, aux, last, columns, plain, file.sizes)
 
 
 def _tensor(file: TorchFile, value: dict[Any, Any], key: str) -> StoredArray:
-    found = value.get(key)
-    if isinstance(found, RefusedObject):
-        raise UnsupportedError(f"{key}: expected a plain tensor, found {found.name}", path=file.path)
-    if not isinstance(found, StoredArray):
-        keys_found = ", ".join(str(each)[:40] for each in list(value)[:_SHOWN_KEYS])
-        what = f"a {type(found).__name__}" if key in value else f"none; the file has {keys_found or 'no keys'}"
+    tensor = value.get(key)
+    if isinstance(tensor, RefusedObject):
+        raise UnsupportedError(f"{key}: expected a plain tensor, found {tensor.name}", path=file.path)
+    if not isinstance(tensor, StoredArray):
+        keys_found = ", ".join(str(stored_key)[:40] for stored_key in list(value)[:_SHOWN_KEYS])
+        what = f"a {type(tensor).__name__}" if key in value else f"none; the file has {keys_found or 'no keys'}"
         raise FormatError(f"{key}: expected a tensor, found {what}", path=file.path)
-    return found
+    return tensor
 
 
 def _squeezed(file: TorchFile, key: str, array: StoredArray, axes: int) -> tuple[list[int], list[int]]:

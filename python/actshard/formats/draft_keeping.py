@@ -50,23 +50,23 @@ def stored_of(
     keys: DraftKeys, examples: Sequence[DraftExample | None]
 ) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
     """The index's header and arrays; None if an example is damaged, compressed or has to be decoded."""
-    whole = [example for example in examples if example is not None]
-    if len(whole) < len(examples):
+    valid_examples = [example for example in examples if example is not None]
+    if len(valid_examples) < len(examples):
         return None
-    parts = {name: [_parts(example)[name] for example in whole] for name in _parts(whole[0])}
-    every = [part for each in parts.values() for part in each]
-    if any(example.gzipped for example in whole) or any(map(_is_decoded, every)):
+    parts = {name: [_parts(example)[name] for example in valid_examples] for name in _parts(valid_examples[0])}
+    every = [part for column_parts in parts.values() for part in column_parts]
+    if any(example.gzipped for example in valid_examples) or any(map(_is_decoded, every)):
         return None
     header = {
         "kind": keys.kind,
-        "parts": [[name, each[0].array.dtype, each[0].width] for name, each in parts.items()],
-        "values": values_of_files(whole),
+        "parts": [[name, column_parts[0].array.dtype, column_parts[0].width] for name, column_parts in parts.items()],
+        "values": values_of_files(valid_examples),
     }
-    arrays = [np.array([example.tokens for example in whole], np.uint32)]
-    for each in parts.values():
-        arrays.append(np.array([part.array.offset for part in each], np.uint64))
-        arrays.append(np.array([part.token_stride for part in each], np.uint64))
-        arrays.append(np.array([part.array.swapped for part in each], np.uint8))
+    arrays = [np.array([example.tokens for example in valid_examples], np.uint32)]
+    for column_parts in parts.values():
+        arrays.append(np.array([part.array.offset for part in column_parts], np.uint64))
+        arrays.append(np.array([part.token_stride for part in column_parts], np.uint64))
+        arrays.append(np.array([part.array.swapped for part in column_parts], np.uint8))
     return header, arrays
 
 
@@ -77,8 +77,8 @@ def _parts(example: DraftExample) -> dict[str, PlacedTensor]:
 
 def _is_decoded(part: PlacedTensor) -> bool:
     """Whether the core decodes the tensor as a whole, for which its stored shape is needed."""
-    apart = (part.stride != 1 and part.width > 1) or (part.tokens > 1 and part.token_stride < part.width)
-    return apart or part.array.deflated is not None
+    is_strided = (part.stride != 1 and part.width > 1) or (part.tokens > 1 and part.token_stride < part.width)
+    return is_strided or part.array.deflated is not None
 
 
 @dataclass(frozen=True)
@@ -106,39 +106,45 @@ def restored(
     tokens = arrays[0]
     if not tokens.all() or any((a >= (_FURTHEST, _WIDEST, 2)[k % 3]).any() for k, a in enumerate(arrays[1:])):
         return None
-    made = {}
+    tensors = {}
     for k, (name, dtype, width) in enumerate(parts):
-        made[name] = PlacedTensors(dtype, width, *arrays[1 + 3 * k : 4 + 3 * k])
-        if ((tokens > 1) & (made[name].steps < width)).any():
+        tensors[name] = PlacedTensors(dtype, width, *arrays[1 + 3 * k : 4 + 3 * k])
+        if ((tokens > 1) & (tensors[name].steps < width)).any():
             return None
-    return KeptExamples(keys, tokens, made, values)
+    return KeptExamples(keys, tokens, tensors, values)
 
 
-def _checked_parts(keys: DraftKeys | None, found: Any) -> list[tuple[str, str, int]] | None:
+def _checked_parts(keys: DraftKeys | None, parts: Any) -> list[tuple[str, str, int]] | None:
     """Names, dtypes and widths of the kind's tensors, in the order in which files are read."""
-    if keys is None or not isinstance(found, list):
+    if keys is None or not isinstance(parts, list):
         return None
-    made: list[tuple[str, str, int]] = []
-    for each in found:
-        if not isinstance(each, list) or len(each) != 3 or type(each[2]) is not int or not isinstance(each[0], str):
+    descriptors: list[tuple[str, str, int]] = []
+    for part in parts:
+        if not isinstance(part, list) or len(part) != 3 or type(part[2]) is not int or not isinstance(part[0], str):
             return None
-        name, dtype, width = each
+        name, dtype, width = part
         sound = dtype in (FLOATS if name in _STATES else INTEGERS) and 0 < width < 1 << 31
         if not sound or (name not in _STATES and (name not in (IDS, *MASKS) or width != 1)):
             return None
-        made.append((name, dtype, width))
-    names = [name for name, _, _ in made]
+        descriptors.append((name, dtype, width))
+    names = [name for name, _, _ in descriptors]
     states = [name for name in names if name in _STATES]
-    wanted = [name for name, key in zip(_STATES, (keys.aux, keys.last), strict=True) if key is not None]
-    if len(set(names)) < len(names) or not {IDS, *keys.masks} <= set(names) or states not in (wanted, ["last"]):
+    expected_states = [name for name, key in zip(_STATES, (keys.aux, keys.last), strict=True) if key is not None]
+    if (
+        len(set(names)) < len(names)
+        or not {IDS, *keys.masks} <= set(names)
+        or states not in (expected_states, ["last"])
+    ):
         return None
-    return None if "last" in wanted and "last" not in states else made
+    return None if "last" in expected_states and "last" not in states else descriptors
 
 
 def _checked_values(values: Any, n: int) -> dict[str, list[Any]] | None:
     """For each name, a number, a string or None per example."""
     sound = isinstance(values, dict) and all(
-        isinstance(each, list) and len(each) == n and all(x is None or type(x) in (str, int, float, bool) for x in each)
-        for each in values.values()
+        isinstance(column, list)
+        and len(column) == n
+        and all(x is None or type(x) in (str, int, float, bool) for x in column)
+        for column in values.values()
     )
     return values if sound else None

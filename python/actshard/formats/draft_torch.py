@@ -53,7 +53,7 @@ class DraftFolder:
         kinds: kinds of files, the most specific first.
         trees: patterns of file names, the deepest first.
         listing: lists the files, for formats without fixed file names; None: ``trees`` finds them.
-        others: names of further files of a dataset.
+        extra_files: names of further files of a dataset.
         skips: the examples that the format's own writer leaves out although it counts them, so that numbers without a file are no
             fault; empty: it numbers files without gaps.
     """
@@ -63,26 +63,26 @@ class DraftFolder:
     kinds: tuple[DraftKeys, ...]
     trees: tuple[DraftTree, ...] = ()
     listing: Callable[[Location, int | None], list[Location]] | None = None
-    others: tuple[str, ...] = ()
+    extra_files: tuple[str, ...] = ()
     skips: str = ""
 
     def _files(self, root: Location, most: int | None) -> tuple[DraftTree | None, list[NumberedFile]]:
         if self.listing is not None:
             return None, [((number,), path) for number, path in enumerate(self.listing(root, most))]
         for tree in self.trees:
-            if found := tree.files(root, most):
-                return tree, found
+            if files := tree.files(root, most):
+                return tree, files
         return None, []
 
     def detect(self, root: Location) -> Evidence:
         """Checks names, and the keys of the first file that can be read."""
         if root.kind() != "folder" or not root.lists:
             return Evidence(False, self.looked_for, "no folder that can be listed")
-        tree, found = self._files(root, _TRIED)
-        if not found:
+        tree, files = self._files(root, _TRIED)
+        if not files:
             return Evidence(False, self.looked_for, "no such files")
         fault = ""
-        for _, path in found[:_TRIED]:
+        for _, path in files[:_TRIED]:
             try:
                 (file,) = read_torch([path])
                 kind = kind_of(file.value, self.kinds)
@@ -103,28 +103,28 @@ class DraftFolder:
             MissingFileError: there are no files.
             ActshardError: no file can be read; the error of the first file, unless ``faults`` collects them.
         """
-        tree, found = self._files(root, None)
-        if not found:
+        tree, files = self._files(root, None)
+        if not files:
             raise MissingFileError(f"expected {self.looked_for}, found none", path=root)
-        made = DraftDataset(self, root)
+        dataset = DraftDataset(self, root)
         example = tree.example if tree is not None else (0,)
-        seen: dict[tuple[int, ...], Location] = {}
-        for numbers, path in found:
+        paths: dict[tuple[int, ...], Location] = {}
+        for numbers, path in files:
             key = tuple(numbers[n] for n in example)
-            if key in seen:
-                text = f"{path.relative_to(root)}: contains example {'.'.join(map(str, key))}, as does {seen[key].name}; not read"
-                made.warnings.append(Remark("duplicate-sample", text))
+            if key in paths:
+                text = f"{path.relative_to(root)}: contains example {'.'.join(map(str, key))}, as does {paths[key].name}; not read"
+                dataset.warnings.append(Remark("duplicate-sample", text))
                 continue
-            seen[key] = path
-            made.paths.append(path)
+            paths[key] = path
+            dataset.paths.append(path)
         if tree is not None:
-            made.warn_of_gaps(tree, found)
-        kept = place_of(root, self.format, made.paths, options.keep)
-        index = None if kept is None else kept.load()
-        if index is None or not made.restore(*index):
-            made.read(options.decoded_memory, faults)
-            made.keep(kept)
-        return made
+            dataset.warn_of_gaps(tree, files)
+        kept_index = place_of(root, self.format, dataset.paths, options.keep)
+        index = None if kept_index is None else kept_index.load()
+        if index is None or not dataset.restore(*index):
+            dataset.read(options.decoded_memory, faults)
+            dataset.keep(kept_index)
+        return dataset
 
     def open(self, root: Location, options: Options) -> Contents:
         """Opens a dataset."""
@@ -154,13 +154,13 @@ class DraftFolder:
 
 
 def _check_file(file: TorchFile, example: DraftExample | None, report: Report) -> None:
-    whole, tensors = file.sizes
-    if whole > max(_TIMES * tensors, _LEAST):
-        times = f", {whole // tensors} times as many" if tensors else ""
-        report.add("oversized-file", file.path, f"{whole} bytes for tensors of {tensors} bytes{times}")
+    file_bytes, tensors = file.sizes
+    if file_bytes > max(_TIMES * tensors, _LEAST):
+        times = f", {file_bytes // tensors} times as many" if tensors else ""
+        report.add("oversized-file", file.path, f"{file_bytes} bytes for tensors of {tensors} bytes{times}")
     if report.deep:
-        for at in file.damaged():
-            report.add("record-checksum", file.path, "other bytes", "the content of the CRC-32", f"byte {at}")
+        for offset in file.damaged():
+            report.add("record-checksum", file.path, "other bytes", "the content of the CRC-32", f"byte {offset}")
     if example is None:
         return
     for key, part in example.columns.items():
@@ -182,7 +182,7 @@ class DraftDataset:
     warnings: list[Remark] = field(default_factory=list)
     keys: DraftKeys | None = None
     shape: _Shape = (0, 0, "")
-    kept: KeptExamples | None = None
+    kept_examples: KeptExamples | None = None
     """The examples, if they come from a cached index; :attr:`examples` is then empty."""
     skipped: str = ""
     """Description of numbers without a file that the format's writer may have left out."""
@@ -225,25 +225,25 @@ class DraftDataset:
             text = f"{len(self.faults)} of {len(self.paths)} examples cannot be read; the first {_SHOWN} are named"
             self.warnings.append(Remark("format", text))
 
-    def keep(self, place: KeptIndex | None) -> None:
-        """Stores an index of the examples at ``place``, unless that is None or a file is damaged."""
-        if place is None or self.faults or self.keys is None:
+    def keep(self, kept_index: KeptIndex | None) -> None:
+        """Stores an index of the examples in ``kept_index``, unless that is None or a file is damaged."""
+        if kept_index is None or self.faults or self.keys is None:
             return
         index = stored_of(self.keys, self.examples)
         if index is not None:
-            place.save(*index)
+            kept_index.save(*index)
 
     def restore(self, header: dict[str, Any], arrays: list[NDArray[Any]]) -> bool:
         """Restores the examples from a cached index instead of reading files; False if the index is invalid."""
-        found = restored(self.folder.kinds, len(self.paths), header, arrays)
-        if found is None:
+        examples = restored(self.folder.kinds, len(self.paths), header, arrays)
+        if examples is None:
             return False
-        states = [found.parts.get(name) for name in ("aux", "last")]
+        states = [examples.parts.get(name) for name in ("aux", "last")]
         aux, last = (0 if part is None else part.width for part in states)
         dtypes = {part.dtype for part in states if part is not None}
         if len(dtypes) != 1 or (last and aux % last):
             return False
-        self.keys, self.kept, self.shape = found.keys, found, (aux, last, dtypes.pop())
+        self.keys, self.kept_examples, self.shape = examples.keys, examples, (aux, last, dtypes.pop())
         return True
 
     def _agree(self, kinds: dict[int, DraftKeys]) -> None:
@@ -265,7 +265,7 @@ class DraftDataset:
         common = max(counts, key=lambda shape: (counts[shape], -self.folder.kinds.index(shape[0])))
         for number, shape in shapes.items():
             if shape != common:
-                text = f"expected {_told(common)} as in most files, found {_told(shape)}"
+                text = f"expected {_format_shape(common)} as in most files, found {_format_shape(shape)}"
                 self.faults[number] = FormatError(text, path=self.paths[number])
                 self.examples[number] = None
         self.keys, (aux, last), dtypes, _ = common
@@ -281,9 +281,9 @@ class DraftDataset:
     def layers(self, options: Options) -> tuple[tuple[Layer, ...], int]:
         """Names of layers, and the width of a layer."""
         aux, last, _ = self.shape
-        given = _given(options.layout)
+        names = _layer_names(options.layout)
         tail: tuple[Layer, ...] = (LAST,) if last else ()
-        if given is None:
+        if names is None:
             if not last:
                 text = (
                     f"hidden states of {aux} columns: the files do not record how many layers are concatenated, so they are one "
@@ -292,16 +292,16 @@ class DraftDataset:
                 self.warnings.append(Remark("layout", text))
                 return (0,), aux
             return (*range(aux // last), *tail), last
-        if given and given[-1] == LAST and last:
-            given = given[:-1]
-        if last and len(given) != aux // last:
-            raise ArgumentError(f"layout: expected {aux // last} layers, found {names_of_layers.short(given)}")
-        if not given or aux % len(given):
-            found = names_of_layers.short(given)
+        if names and names[-1] == LAST and last:
+            names = names[:-1]
+        if last and len(names) != aux // last:
+            raise ArgumentError(f"layout: expected {aux // last} layers, found {names_of_layers.short(names)}")
+        if not names or aux % len(names):
+            shown = names_of_layers.short(names)
             raise ArgumentError(
-                f"layout: expected layers that divide {aux} columns evenly, found {len(given)}: {found}"
+                f"layout: expected layers that divide {aux} columns evenly, found {len(names)}: {shown}"
             )
-        return (*given, *tail), last or aux // len(given)
+        return (*names, *tail), last or aux // len(names)
 
     def contents(self, options: Options) -> Contents:
         """The dataset's contents, for a store."""
@@ -310,7 +310,7 @@ class DraftDataset:
         dtype = self.shape[2]
         counts = self.counts()
         columns = DraftColumns(self.root, self.paths, *self.columns(options))
-        others = [name for name in self.folder.others if (self.root.joinpath(name)).exists()]
+        extras = [name for name in self.folder.extra_files if (self.root.joinpath(name)).exists()]
         return Contents(
             format=self.folder.format,
             path=self.root.place,
@@ -328,35 +328,36 @@ class DraftDataset:
             token_columns=columns.per_token,
             files=lambda: [path.place for path in self.paths],
             provenance={"kind": self.keys.kind, "files": len(self.paths)}
-            | ({} if _given(options.layout) else {"layers": "by position: their numbers are not stored"}),
-            extras=tuple(others),
+            | ({} if _layer_names(options.layout) else {"layers": "by position: their numbers are not stored"}),
+            extras=tuple(extras),
             warnings=tuple(self.warnings),
         )
 
     def counts(self) -> NDArray[np.uint32]:
         """Number of tokens of each example; 1 for damaged examples."""
-        if self.kept is not None:
-            return self.kept.tokens
+        if self.kept_examples is not None:
+            return self.kept_examples.tokens
         return np.array([1 if example is None else example.tokens for example in self.examples], np.uint32)
 
     def columns(self, options: Options) -> tuple[dict[str, Rows], dict[str, list[Any]]]:
         """Rows of token ids and masks, and values of files, by name."""
-        if self.kept is None:
+        if self.kept_examples is None:
             return rows_of_columns(self.paths, self.examples, options), values_of_files(self.examples)
-        parts = {name: part for name, part in self.kept.parts.items() if name not in ("aux", "last")}
+        parts = {name: part for name, part in self.kept_examples.parts.items() if name not in ("aux", "last")}
         rows = {
-            name: rows_of_parts(self.paths, [(part, 0)], self.kept.tokens, 1, options) for name, part in parts.items()
+            name: rows_of_parts(self.paths, [(part, 0)], self.kept_examples.tokens, 1, options)
+            for name, part in parts.items()
         }
-        return rows, self.kept.values
+        return rows, self.kept_examples.values
 
     def rows(self, width: int, options: Options) -> Rows:
         """Rows of hidden states: a group per layer, then the last."""
         aux, last, dtype = self.shape
         groups = [("aux", k * width) for k in range(aux // width)] + ([("last", 0)] if last else [])
-        if self.kept is not None:
+        if self.kept_examples is not None:
             item = stored(dtype).itemsize
-            placed = [(self.kept.parts[name], offset * item) for name, offset in groups]
-            return rows_of_parts(self.paths, placed, self.kept.tokens, width, options)
+            placed = [(self.kept_examples.parts[name], offset * item) for name, offset in groups]
+            return rows_of_parts(self.paths, placed, self.kept_examples.tokens, width, options)
         table = PlaceTable(self.paths)
         numbers = np.zeros((len(groups), len(self.paths)), np.uint32)
         starts = np.zeros((len(groups), len(self.paths)), np.uint64)
@@ -385,14 +386,14 @@ _CODES = {
 """Codes of findings by error kind."""
 
 
-def _told(shape: tuple[Any, ...]) -> str:
+def _format_shape(shape: tuple[Any, ...]) -> str:
     keys, widths, dtypes, columns = shape
     shown = ", ".join(f"{key} {dtype}" for key, dtype in columns)
     states = ", ".join(f"{key} of {n} columns" for key, n in zip((keys.aux, keys.last), widths, strict=True) if n)
     return f"{states} {'/'.join(dtypes)}, {shown}"
 
 
-def _given(layout: Any) -> tuple[Layer, ...] | None:
+def _layer_names(layout: Any) -> tuple[Layer, ...] | None:
     """Layer names from the argument ``layout={"layers": [...]}``."""
     if layout is None:
         return None

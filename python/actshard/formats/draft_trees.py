@@ -39,20 +39,20 @@ class DraftTree:
 
     def files(self, root: Location, most: int | None = None) -> list[NumberedFile]:
         """Numbers and locations of files, in order. With ``most``: of about this many of the files found first."""
-        found: list[NumberedFile] = [((), root)]
+        files: list[NumberedFile] = [((), root)]
         for depth, level in enumerate(self.levels):
             kind = "file" if depth == len(self.levels) - 1 else "folder"
-            below = []
-            for numbers, folder in found:
+            children = []
+            for numbers, folder in files:
                 entries = folder.entries() if most is None else folder.first(4096)
                 for entry in entries:
-                    named = level.fullmatch(entry.name)
-                    if named is not None and entry.kind == kind:
-                        below.append(((*numbers, *map(int, named.groups())), folder / entry.name))
-                if most is not None and len(below) >= most:
+                    match = level.fullmatch(entry.name)
+                    if match is not None and entry.kind == kind:
+                        children.append(((*numbers, *map(int, match.groups())), folder / entry.name))
+                if most is not None and len(children) >= most:
                     break
-            found = below
-        return sorted(found, key=lambda each: ([each[0][n] for n in self.order], each[1].key))
+            files = children
+        return sorted(files, key=lambda file: ([file[0][n] for n in self.order], file[1].key))
 
     def missing_files(
         self, root: Location, files: Sequence[NumberedFile]
@@ -64,9 +64,9 @@ class DraftTree:
 
         def name(number: int, gap: Gap) -> str:
             neighbor = paths[gap.neighbor]
-            named = self.levels[-1].fullmatch(neighbor.name)
-            assert named is not None  # this pattern found the file
-            file = renumbered(neighbor.name, named.span(group), number)
+            match = self.levels[-1].fullmatch(neighbor.name)
+            assert match is not None  # this pattern found the file
+            file = renumbered(neighbor.name, match.span(group), number)
             # The folder of a missing file is known only if folders do not depend on the number.
             return file if self.span else f"{neighbor.relative_to(root).removesuffix(neighbor.name)}{file}"
 
@@ -77,8 +77,8 @@ class DraftTree:
         if self.span is None:
             return []
         start, stop = self.span
-        above = (self.series or self.example)[:-1]
-        folders = {(tuple(numbers[n] for n in above), numbers[start], numbers[stop]): path for numbers, path in files}
+        prefix = (self.series or self.example)[:-1]
+        folders = {(tuple(numbers[n] for n in prefix), numbers[start], numbers[stop]): path for numbers, path in files}
         sizes = {end - first for _, first, end in folders}
         size = sizes.pop()
         if sizes or size < 1:

@@ -58,7 +58,7 @@ class DraftKind:
 
     def has(self, content: str) -> bool:
         """Whether files have a tensor of this content."""
-        return any(each == content for _, each, _ in self.tensors)
+        return any(tensor_content == content for _, tensor_content, _ in self.tensors)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -104,27 +104,32 @@ class DraftTarget(TokenTarget):
         self._check_layers()
         self._new: list[Path] = []
 
-    def _kind_name(self, asked: Any) -> str:
-        if asked is None:
+    def _kind_name(self, option: Any) -> str:
+        if option is None:
             fitting = [name for name, kind in self.kinds.items() if kind.has(LAST) == (self.last is not None)]
             return fitting[0] if fitting else next(iter(self.kinds))
-        if not isinstance(asked, str) or asked not in self.kinds:
-            raise ArgumentError(f"kind: expected one of {', '.join(self.kinds)}, found {asked!r}")
-        return asked
+        if not isinstance(option, str) or option not in self.kinds:
+            raise ArgumentError(f"kind: expected one of {', '.join(self.kinds)}, found {option!r}")
+        return option
 
     def _check_layers(self) -> None:
         """Raises ArgumentError for layers that files of this kind cannot store, or without layers that they require."""
-        kind, found = self.kind, f"found {list(self.spec.layers)}"
+        kind, layers_found = self.kind, f"found {list(self.spec.layers)}"
         what = self.format if len(self.kinds) == 1 else f"{self.format}'s {self.kind_name}"
         if kind.has(LAST):
-            others = [name for name, each in self.kinds.items() if not each.has(LAST)]
-            self.require_last(f"{what} stores", f", or pass kind={others[0]!r}, which has none" if others else "")
+            kinds_without_last = [name for name, other_kind in self.kinds.items() if not other_kind.has(LAST)]
+            self.require_last(
+                f"{what} stores",
+                f", or pass kind={kinds_without_last[0]!r}, which has none" if kinds_without_last else "",
+            )
         if not kind.has(LAST) and self.last is not None:
-            raise ArgumentError(f"layers: {what} has no place for the last hidden state; leave it out: {found}")
+            raise ArgumentError(f"layers: {what} has no place for the last hidden state; leave it out: {layers_found}")
         if not kind.has(AUX) and self.aux:
-            raise ArgumentError(f"layers: {what} stores the last hidden state only; pass layers=[{LAST!r}]: {found}")
+            raise ArgumentError(
+                f"layers: {what} stores the last hidden state only; pass layers=[{LAST!r}]: {layers_found}"
+            )
         if kind.has(AUX) and not self.aux and not kind.may_lack_aux:
-            raise ArgumentError(f"layers: {what} stores other layers besides the last hidden state; {found}")
+            raise ArgumentError(f"layers: {what} stores other layers besides the last hidden state; {layers_found}")
 
     @property
     def reading_layout(self) -> dict[str, Any] | None:
@@ -145,18 +150,18 @@ class DraftTarget(TokenTarget):
         """Whether files are gzipped."""
         return False
 
-    def _found(self) -> Iterator[tuple[int, bool, Path]]:
+    def _example_files(self) -> Iterator[tuple[int, bool, Path]]:
         """Files that this writer made: example number, whether the file has its final name, path."""
         for folder, folders, names in os.walk(self.root):
-            folders[:] = [each for each in folders if each != FOLDER]
+            folders[:] = [subfolder for subfolder in folders if subfolder != FOLDER]
             for name in names:
                 path = Path(folder, name)
                 final = path
                 if name.startswith(".") and name.endswith(".part"):
                     final = path.with_name(name[1 : -len(".part")])
-                named = self.file.fullmatch(final.relative_to(self.root).as_posix())
-                if named is not None and self.root / self.name(int(named[1])) == final:
-                    yield int(named[1]), final == path, path
+                match = self.file.fullmatch(final.relative_to(self.root).as_posix())
+                if match is not None and self.root / self.name(int(match[1])) == final:
+                    yield int(match[1]), final == path, path
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -182,42 +187,42 @@ class DraftTarget(TokenTarget):
         return {**super().config(), "kind": self.kind_name, "last": self.last, "name": self.name(0)}
 
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
-        made = []
+        losses = []
         stored = [self.spec.layers[k] for k in self.aux]
         if stored != list(range(len(stored))) or (len(stored) > 1 and not self.kind.has(LAST)):
             names, numbers = ", ".join(map(str, stored)), ", ".join(map(str, range(len(stored))))
             text = f"{self.format} does not record their names: {names} are read as {numbers}"
             if not self.kind.has(LAST):
                 text = f"{self.format} does not record their number: {names} are read as one layer"
-            made.append(("layers", f"{text}; open with layout={{'layers': {stored!r}}} to name them"))
-        return made + super().further_losses(columns)
+            losses.append(("layers", f"{text}; open with layout={{'layers': {stored!r}}} to name them"))
+        return losses + super().further_losses(columns)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
-        for number, final, path in list(self._found()):
+        for number, final, path in list(self._example_files()):
             if number < self.n and not final:
                 rename(path, path.with_name(path.name[1 : -len(".part")]))
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
-        for number, final, path in list(self._found()):
+        for number, final, path in list(self._example_files()):
             if number >= len(lengths) or not final:
                 path.unlink()
 
-    def _value(self, tokens: int, more: Mapping[str, Any]) -> dict[str, Any]:
+    def _value(self, tokens: int, values: Mapping[str, Any]) -> dict[str, Any]:
         """The object that a file contains."""
         assert self.dtype is not None
         states, width = name_of(self.dtype), self.spec.d_model
-        made: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for key, content, first in self.kind.tensors:
             if content == AUX and not self.aux:
-                made[key] = NewTensor("F32", (0,))
+                tensors[key] = NewTensor("F32", (0,))
                 continue
             wide = {AUX: len(self.aux) * width, LAST: width}.get(content)
             shape = (*((1,) if first else ()), tokens, *(() if wide is None else (wide,)))
-            made[key] = NewTensor("I64" if wide is None else states, shape)
-        return {**made, **more}
+            tensors[key] = NewTensor("I64" if wide is None else states, shape)
+        return {**tensors, **values}
 
     def write(self, block: Block) -> None:
         tokens, per_token = self.tokens_of(block)
@@ -227,11 +232,11 @@ class DraftTarget(TokenTarget):
         }
         archives = []
         for i, n in enumerate(tokens.tolist()):
-            more = {name: each[i] for name, each in values.items() if each[i] is not None}
-            archives.append(TorchArchive(self._value(n, more), self.archive_name(self.n + i)))
+            example_values = {name: column[i] for name, column in values.items() if column[i] is not None}
+            archives.append(TorchArchive(self._value(n, example_values), self.archive_name(self.n + i)))
         firsts = np.concatenate([[0], np.cumsum([archive.size for archive in archives])]).tolist()
         buffer = np.empty(firsts[-1], np.uint8)
-        at = np.concatenate([[0], np.cumsum(tokens)]).tolist()
+        bounds = np.concatenate([[0], np.cumsum(tokens)]).tolist()
         memory = block.memory.reshape(-1, self.spec.d_model)
         rows, starts = memory.view(np.uint8).reshape(len(memory), self.row_bytes), block.starts
         for i, (n, archive) in enumerate(zip(tokens.tolist(), archives, strict=True)):
@@ -245,7 +250,7 @@ class DraftTarget(TokenTarget):
                 elif content == LAST:
                     body.reshape(n, self.row_bytes)[:] = rows[starts[i, self.last] : starts[i, self.last] + n]
                 elif content in per_token:
-                    body[:] = per_token[content][0][at[i] : at[i + 1]].astype("<i8").view(np.uint8)
+                    body[:] = per_token[content][0][bounds[i] : bounds[i + 1]].astype("<i8").view(np.uint8)
                 elif content != AUX:
                     body[:] = np.ones(n, "<i8").view(np.uint8)
             archive.seal(into)
@@ -277,19 +282,21 @@ class DraftTarget(TokenTarget):
 
     def _sync(self, folders: set[Path]) -> None:
         """Syncs the folders of written files, up to the dataset's folder."""
-        between = {each for folder in folders for each in (folder, *folder.parents) if each.is_relative_to(self.root)}
+        between = {
+            parent for folder in folders for parent in (folder, *folder.parents) if parent.is_relative_to(self.root)
+        }
         sync_folders(sorted(between, reverse=True))
 
     def finish(self, examples: AllExamples) -> None:
         self.forget(examples.lengths)
-        found = sum(1 for _ in self._found())
-        if found != len(examples):
-            raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root)
+        count = sum(1 for _ in self._example_files())
+        if count != len(examples):
+            raise FormatError(f"expected {len(examples)} files, found {count}", path=self.root)
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
-        each = 8 * len(self.kind.columns) + len(self.spec.layers) * row
-        return len(tokens), len(tokens), int(tokens.sum()) * each + _AROUND * len(tokens)
+        token_bytes = 8 * len(self.kind.columns) + len(self.spec.layers) * row
+        return len(tokens), len(tokens), int(tokens.sum()) * token_bytes + _AROUND * len(tokens)
 
 
 def _working(path: Path) -> Path:

@@ -153,7 +153,7 @@ def tell(error: ActshardError) -> None:
     if not isinstance(error, FormatError | TruncatedFileError) or error.path is None or (error.offset or 0) > _HEAD:
         return
     file = Location.at(error.path)
-    text = _of_file(file) if file.name.lower().endswith(_NAMED) else None
+    text = _describe_file(file) if file.name.lower().endswith(_NAMED) else None
     if text is not None and text not in error.detail:
         error.detail += f". It is {text}"
 
@@ -172,11 +172,11 @@ def explained(root: Location, entries: Sequence[Entry] | None, *, sure: bool) ->
         if all(matches) and not (sure and patterns[-1] in _OF_ANY_FOLDER):
             return [f"{matches[-1][0]}: {kind.name}, which actshard does not read: {kind.remedy}"]
     files = [root] if entries is None else [root / entry.name for entry in entries if entry.kind == "file"]
-    texts = {file.name: _of_file(file) for file in files[:_LOOKED_AT]}
+    texts = {file.name: _describe_file(file) for file in files[:_LOOKED_AT]}
     return [f"{name}: {text}" for name, text in texts.items() if text is not None]
 
 
-def _of_file(file: Location) -> str | None:
+def _describe_file(file: Location) -> str | None:
     """What a file is, and what to do; None if it is unknown, or if this is its extension."""
     with contextlib.suppress(ActshardError):
         kind = kind_of_bytes(file.name, file.read(0, min(_FIRST, file.regular().size)))

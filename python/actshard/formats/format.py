@@ -99,16 +99,16 @@ class Format:
             raise NotImplementedError(
                 f"{type(self).__name__}: expected 'detect' in its rooms or a method detect, found neither"
             )
-        found: Evidence = detect(Location.at(path))
-        return found
+        evidence: Evidence = detect(Location.at(path))
+        return evidence
 
     def open(self, path: Path | Location, options: Options) -> Contents:
         """Reads and checks the metadata. Returns row layouts and functions that read columns; reads no rows."""
         open = self._in_room("open")
         if open is None:
             raise UnsupportedError(f"{self.name} datasets contain no activations", path=path)
-        made: Contents = open(Location.at(path), options)
-        return made
+        contents: Contents = open(Location.at(path), options)
+        return contents
 
     def is_given(self, given: object) -> bool:
         """Whether an object of another library is a dataset of this format. Imports nothing."""
@@ -150,13 +150,13 @@ class Format:
         open = self._in_room("open_several")
         if open is None:
             raise UnsupportedError(f"{self.name} does not support opening several datasets as one", path=path)
-        made: Contents = open(Location.at(path), [Location.at(folder) for folder in folders], options)
-        return made
+        contents: Contents = open(Location.at(path), [Location.at(folder) for folder in folders], options)
+        return contents
 
     def begun(self, path: Path) -> list[Path]:
         """Working folders of unfinished datasets below a path. Only for formats that name their own folder."""
-        begun = self._in_room("begun")
-        return [] if begun is None else list(begun(path))
+        function = self._in_room("begun")
+        return [] if function is None else list(function(path))
 
     def guess(self, path: Path | Location) -> Any:
         """Proposes a description of a folder's files, for formats with :attr:`takes_layout`.
@@ -233,5 +233,5 @@ class Format:
         """Converts columns and metadata to and from other formats."""
         from actshard.formats.carrying import Carrying
 
-        made: Carrying = (self._in_room("carrying") or Carrying)()
-        return made
+        carrying: Carrying = (self._in_room("carrying") or Carrying)()
+        return carrying

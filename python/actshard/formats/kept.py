@@ -65,10 +65,10 @@ class Listing:
             with (
                 boundary(key[0], "list"),
                 contextlib.suppress(FileNotFoundError, NotADirectoryError),
-                os.scandir(key[0]) as found,
+                os.scandir(key[0]) as entries,
             ):
                 self._folders[key] = sorted(
-                    (entry.name, self._version(entry)) for entry in found if entry.name.startswith(front)
+                    (entry.name, self._version(entry)) for entry in entries if entry.name.startswith(front)
                 )
         return [name for name, _ in self._folders[key]]
 
@@ -77,31 +77,31 @@ class Listing:
         key = os.fspath(path)
         if key not in self._single:
             try:
-                self._single[key] = self._of(os.stat(key))  # noqa: PTH116 -- a key is a str; Path would cost time for many files
+                self._single[key] = self._version_of(os.stat(key))  # noqa: PTH116 -- a key is a str; Path would cost time for many files
             except OSError:
                 self._single[key] = None
         return self._single[key] is not None
 
     def _version(self, entry: os.DirEntry[str]) -> str:
         try:
-            return self._of(entry.stat())
+            return self._version_of(entry.stat())
         except OSError:  # a broken link, or removed since
             return ""
 
-    def _of(self, found: os.stat_result) -> str:
-        self.newest = max(self.newest, found.st_mtime_ns, found.st_ctime_ns)
-        return f"{found.st_size}-{found.st_mtime_ns}-{found.st_ctime_ns}-{found.st_ino}"
+    def _version_of(self, stat: os.stat_result) -> str:
+        self.newest = max(self.newest, stat.st_mtime_ns, stat.st_ctime_ns)
+        return f"{stat.st_size}-{stat.st_mtime_ns}-{stat.st_ctime_ns}-{stat.st_ino}"
 
     @property
     def state(self) -> str:
         """A hash that changes if a file is added, removed, replaced or written."""
-        made = hashlib.sha256()
+        digest = hashlib.sha256()
         for key in sorted(self._folders):
             lines = [f"{name}\0{version}" for name, version in self._folders[key]]
-            made.update("\0\0".join([*key, *lines, "\0"]).encode("utf-8", "surrogateescape"))
+            digest.update("\0\0".join([*key, *lines, "\0"]).encode("utf-8", "surrogateescape"))
         for path in sorted(self._single):
-            made.update(f"{path}\0{self._single[path]}\0\0".encode("utf-8", "surrogateescape"))
-        return made.hexdigest()
+            digest.update(f"{path}\0{self._single[path]}\0\0".encode("utf-8", "surrogateescape"))
+        return digest.hexdigest()
 
     @property
     def is_settled(self) -> bool:
@@ -132,10 +132,10 @@ class KeptIndex:
 
     def __init__(self, listing: Listing, format: str, version: int, key: str = "") -> None:
         self.listing = listing
-        above = folder()
+        parent = folder()
         identity = json.dumps([os.path.realpath(listing.root), format, version, key])
         name = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
-        self.path = None if above is None else above / f"{name}.idx"
+        self.path = None if parent is None else parent / f"{name}.idx"
 
     def load(self) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
         """Returns the header and the arrays; None if no index is stored, or if it is stale or damaged."""
@@ -143,8 +143,8 @@ class KeptIndex:
             return None
         try:
             with self.path.open("rb") as file:
-                found = os.fstat(file.fileno())
-                if found.st_uid != os.geteuid() or not 48 <= found.st_size <= LARGEST:
+                stat = os.fstat(file.fileno())
+                if stat.st_uid != os.geteuid() or not 48 <= stat.st_size <= LARGEST:
                     return None
                 data = file.read(LARGEST + 1)
             with contextlib.suppress(OSError):  # of a read-only file system
@@ -173,35 +173,35 @@ class KeptIndex:
             LOG.info("%s: index not kept: %s", self.listing.root, error)
 
 
-def _make_room(inside: Path, size: int) -> None:
+def _make_room(parent: Path, size: int) -> None:
     """Removes the least recently used indexes and files left by killed processes, until ``size`` bytes fit the limit."""
-    found = []
-    for entry in os.scandir(inside):
+    files = []
+    for entry in os.scandir(parent):
         if entry.name.endswith((".idx", ".part")) and entry.is_file(follow_symlinks=False):
             state = entry.stat(follow_symlinks=False)
-            found.append((state.st_mtime_ns, state.st_size, entry.path))
-    total = size + sum(each[1] for each in found)
-    for _, own, path in sorted(found):
+            files.append((state.st_mtime_ns, state.st_size, entry.path))
+    total = size + sum(file[1] for file in files)
+    for _, file_size, path in sorted(files):
         if total <= MOST_BYTES:
             return
         Path(path).unlink(missing_ok=True)
-        total -= own
+        total -= file_size
 
 
 def clear() -> None:
     """Removes all stored indexes."""
-    inside = folder()
-    if inside is None or not inside.is_dir():
+    parent = folder()
+    if parent is None or not parent.is_dir():
         return
-    for entry in os.scandir(inside):
+    for entry in os.scandir(parent):
         if entry.name.endswith((".idx", ".part")):
             Path(entry.path).unlink(missing_ok=True)
 
 
 def packed(state: str, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
     """The bytes of an index."""
-    listed = [[array.dtype.newbyteorder("<").str, array.size] for array in arrays]
-    text = json.dumps({"state": state, "header": dict(header), "arrays": listed}).encode()
+    descriptors = [[array.dtype.newbyteorder("<").str, array.size] for array in arrays]
+    text = json.dumps({"state": state, "header": dict(header), "arrays": descriptors}).encode()
     text += b" " * (-len(text) % 8)
     parts = [len(text).to_bytes(8, "little"), text]
     for array in arrays:
@@ -215,21 +215,26 @@ def parsed(data: bytes, state: str) -> tuple[dict[str, Any], list[NDArray[Any]]]
     """The header and arrays of an index; None if it is damaged or its state differs."""
     if data[:8] != _MAGIC or len(data) < 48 or hashlib.sha256(memoryview(data)[40:]).digest() != data[8:40]:
         return None
-    at = 48 + int.from_bytes(data[40:48], "little")
+    offset = 48 + int.from_bytes(data[40:48], "little")
     try:
-        value = json.loads(data[48:at]) if at <= len(data) else None
+        value = json.loads(data[48:offset]) if offset <= len(data) else None
     except (ValueError, RecursionError):
         return None
     if not isinstance(value, dict) or value.get("state") != state or not isinstance(value.get("header"), dict):
         return None
     arrays: list[NDArray[Any]] = []
-    listed = value.get("arrays")
-    for each in listed if isinstance(listed, list) else ():
-        if not isinstance(each, list) or len(each) != 2 or each[0] not in _DTYPES or type(each[1]) is not int:
+    descriptors = value.get("arrays")
+    for descriptor in descriptors if isinstance(descriptors, list) else ():
+        if (
+            not isinstance(descriptor, list)
+            or len(descriptor) != 2
+            or descriptor[0] not in _DTYPES
+            or type(descriptor[1]) is not int
+        ):
             return None
-        dtype, count = np.dtype(each[0]), each[1]
-        if not 0 <= count <= (len(data) - at) // dtype.itemsize:
+        dtype, count = np.dtype(descriptor[0]), descriptor[1]
+        if not 0 <= count <= (len(data) - offset) // dtype.itemsize:
             return None
-        arrays.append(np.frombuffer(data, dtype, count, at).astype(dtype.newbyteorder("="), copy=False))
-        at += -(-count * dtype.itemsize // 8) * 8
+        arrays.append(np.frombuffer(data, dtype, count, offset).astype(dtype.newbyteorder("="), copy=False))
+        offset += -(-count * dtype.itemsize // 8) * 8
     return value["header"], arrays

@@ -51,10 +51,10 @@ class Assembled:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         temporary.touch()
-        for source, first, count, at in self.pieces:
-            for done in range(0, count, _COPIED_AT_ONCE):
-                part = min(_COPIED_AT_ONCE, count - done)
-                _native.copy_range(source, first + done, part, temporary, at + done)
+        for source, first, count, offset in self.pieces:
+            for position in range(0, count, _COPIED_AT_ONCE):
+                part = min(_COPIED_AT_ONCE, count - position)
+                _native.copy_range(source, first + position, part, temporary, offset + position)
                 tell(part)
         os.truncate(temporary, self.size)
         _native.sync_files([temporary])
@@ -87,7 +87,7 @@ class Merge:
         """Writes a file from its pieces, unless it exists or a task of a plan has copied it."""
         target = self.path / file.name
         record_files([target])
-        if target.exists() or self._placed(target):
+        if target.exists() or self._move_copy(target):
             return
         make_folder(target.parent)
         file.write(target)
@@ -114,7 +114,7 @@ class Merge:
             shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(RECORD), copy_function=linked)
             rename(temporary, target)
             return
-        if self._placed(target):
+        if self._move_copy(target):
             return
         temporary = target.with_name(f".{target.name}.part")
         with contextlib.suppress(FileNotFoundError):
@@ -122,7 +122,7 @@ class Merge:
         _link(source, temporary)
         rename(temporary, target)
 
-    def _placed(self, target: Path, name: Path | None = None) -> bool:
+    def _move_copy(self, target: Path, name: Path | None = None) -> bool:
         """Moves a task's copy to ``target``; False if there is no copy. ``name``: the final path, if it is not ``target``."""
         copy = self.copies.get((name or target).relative_to(self.path).as_posix()) if self.copies else None
         if copy is None or not copy.exists():
@@ -133,7 +133,7 @@ class Merge:
 
     def _link_of(self, temporary: Path, target: Path, source: str, copy: str) -> None:
         """Links a file of a store. The store gets its name when all of its files exist."""
-        if not self._placed(Path(copy), target / Path(copy).relative_to(temporary)):
+        if not self._move_copy(Path(copy), target / Path(copy).relative_to(temporary)):
             _link(Path(source), Path(copy))
 
 
@@ -196,13 +196,13 @@ class Merger(ABC):
         """Properties that parts must share, besides layers, width, dtype and model: values by name."""
         return {}
 
-    def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
+    def predicted(self, parts: Sequence[tuple[int, int, int]], total: tuple[int, int, int]) -> tuple[int, int]:
         """Files and bytes of a dataset merged from parts, each given as (shards, files, bytes).
 
-        ``whole``: shards, files and bytes of a dataset that has all examples and is written at once.
+        ``total``: shards, files and bytes of a dataset that has all examples and is written at once.
         """
-        one = whole[1] - whole[0]  # files other than shards, which the merged dataset has once
-        return sum(shards for shards, _, _ in parts) + one, sum(size for _, _, size in parts)
+        other_files = total[1] - total[0]  # files other than shards, which the merged dataset has once
+        return sum(shards for shards, _, _ in parts) + other_files, sum(size for _, _, size in parts)
 
     @abstractmethod
     def check(self, plan: Merge) -> None:
@@ -241,20 +241,20 @@ def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
     """Raises FormatError if no type can store a column's values of all parts unchanged: they would become strings."""
     import pyarrow as pa
 
-    known: dict[str, tuple[Any, Path]] = {}
+    types_by_name: dict[str, tuple[Any, Path]] = {}
     for path, table in zip(plan.parts, tables, strict=True):
         for column in table.schema:
             if column.type == pa.null():
                 continue
-            kind, first = known.setdefault(column.name, (column.type, path))
-            both = common_type(kind, column.type)
-            if both is None:
+            kind, first = types_by_name.setdefault(column.name, (column.type, path))
+            common_kind = common_type(kind, column.type)
+            if common_kind is None:
                 raise FormatError(
                     f"column {column.name!r}: expected {kind} as in {first}, found {column.type}; no type holds both: write one of "
                     "the parts again with the other's type",
                     path=path,
                 )
-            known[column.name] = (both, first)
+            types_by_name[column.name] = (common_kind, first)
     if mixed := concatenated(tables)[1]:
         raise FormatError(
             f"column {mixed[0]!r}: no type can represent the values of all parts exactly: write one part again with others",

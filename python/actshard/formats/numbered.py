@@ -63,11 +63,11 @@ class Numbered:
             assert isinstance(number, int)
             series.setdefault(key[:-1], []).append(number)
         gaps: list[Gap] = []
-        for above, numbers in sorted(series.items()):
+        for prefix, numbers in sorted(series.items()):
             start = min(numbers) if first is None else first
             end = max(numbers) + 1 if stop is None else stop
             if min(numbers) < start or max(numbers) >= end or end - start > len(numbers):
-                gaps += _gaps_of(above, sorted(numbers), start, end)
+                gaps += _gaps_of(prefix, sorted(numbers), start, end)
         return cls(len(distinct), gaps)
 
     @property

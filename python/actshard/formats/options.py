@@ -1,7 +1,7 @@
 """Types of the options that :func:`actshard.create` and :func:`actshard.convert` pass to a format.
 
-For type checkers and editors. Each format's ``Target.own`` documents meaning, default and limits of its options, and rejects other
-options at run time. A test compares both.
+For type checkers and editors. Each format's ``Target.format_options`` documents meaning, default and limits of its options, and
+rejects other options at run time. A test compares both.
 """
 
 from __future__ import annotations

@@ -34,12 +34,12 @@ LAST = "last"
 
 def layer_names(ids: Sequence[int], last: str | None = None) -> tuple[int | str, ...]:
     """Layer names from ids, in stored order; a repeated id also has a number (``"9 (2)"``). ``last`` follows, if given."""
-    seen: dict[int, int] = {}
-    made: list[int | str] = []
+    counts: dict[int, int] = {}
+    names: list[int | str] = []
     for layer in ids:
-        seen[layer] = seen.get(layer, 0) + 1
-        made.append(layer if seen[layer] == 1 else f"{layer} ({seen[layer]})")
-    return tuple(made) if last is None else (*made, last)
+        counts[layer] = counts.get(layer, 0) + 1
+        names.append(layer if counts[layer] == 1 else f"{layer} ({counts[layer]})")
+    return tuple(names) if last is None else (*names, last)
 
 
 class TokenColumns:
@@ -61,68 +61,68 @@ class TokenColumns:
         """The columns, in order."""
         return tuple(self._rows)
 
-    def columns(self, wanted: Sequence[str]) -> pa.Table:
+    def columns(self, names: Sequence[str]) -> pa.Table:
         """Reads columns of all examples.
 
         Raises:
             NotStoredError: there is no such column.
         """
-        return self.head(wanted, self._n)
+        return self.head(names, self._n)
 
-    def head(self, wanted: Sequence[str], n: int) -> pa.Table:
+    def head(self, names: Sequence[str], n: int) -> pa.Table:
         """Reads columns of the first n examples."""
         import pyarrow as pa
 
-        self._check(wanted)
-        parts = list(self._batches(wanted, min(n, self._n)))
-        return pa.concat_tables(parts) if parts else self._read(wanted, np.arange(0))
+        self._check(names)
+        parts = list(self._batches(names, min(n, self._n)))
+        return pa.concat_tables(parts) if parts else self._read(names, np.arange(0))
 
-    def some(self, wanted: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
+    def some(self, names: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
         """Reads columns of these examples."""
-        self._check(wanted)
-        return self._read(wanted, numbers)
+        self._check(names)
+        return self._read(names, numbers)
 
-    def batches(self, wanted: Sequence[str]) -> Iterator[pa.Table]:
+    def batches(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """Reads columns of all examples in order, in batches of bounded size."""
-        self._check(wanted)
-        return self._batches(wanted, self._n)
+        self._check(names)
+        return self._batches(names, self._n)
 
-    def _check(self, wanted: Sequence[str]) -> None:
-        for name in wanted:
+    def _check(self, names: Sequence[str]) -> None:
+        for name in names:
             if name not in self._rows:
                 raise NotStoredError(f"has no column {name!r}; columns are {', '.join(self._rows)}", path=self._path)
 
-    def _batches(self, wanted: Sequence[str], n: int) -> Iterator[pa.Table]:
-        one = next(iter(self._rows.values()), None)
+    def _batches(self, names: Sequence[str], n: int) -> Iterator[pa.Table]:
+        rows = next(iter(self._rows.values()), None)
         for start in range(0, n, _EXAMPLES):
             stop = min(start + _EXAMPLES, n)
-            if one is None or not wanted:
-                yield self._read(wanted, np.arange(start, stop))
+            if rows is None or not names:
+                yield self._read(names, np.arange(start, stop))
                 continue
-            ends = np.cumsum(one.tokens_of(0, np.arange(start, stop)))
+            ends = np.cumsum(rows.tokens_of(0, np.arange(start, stop)))
             first = start
             while first < stop:
                 before = int(ends[first - start - 1]) if first > start else 0
                 last = start + int(np.searchsorted(ends, before + _VALUES, side="right"))
                 last = min(max(last, first + 1), stop)
-                yield self._read(wanted, np.arange(first, last))
+                yield self._read(names, np.arange(first, last))
                 first = last
 
-    def _read(self, wanted: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
+    def _read(self, names: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
         import pyarrow as pa
 
-        made = {}
-        for name in wanted:
+        columns = {}
+        for name in names:
             rows = self._rows[name]
             values = rows.gather_whole(0, numbers, None, None).reshape(-1)
             ends = np.cumsum(rows.tokens_of(0, numbers))
             large = values.size >= 1 << 31
             kind = pa.LargeListArray if large else pa.ListArray
             offsets = np.concatenate([[0], ends]).astype(np.int64 if large else np.int32)
-            made[name] = kind.from_arrays(offsets, pa.array(values))
-        if not made:  # a table of no columns still has a length, which only a column gives it
+            columns[name] = kind.from_arrays(offsets, pa.array(values))
+        if not columns:  # a table of no columns still has a length, which only a column gives it
             return rows_only(len(numbers))
-        return pa.table(made)
+        return pa.table(columns)
 
 
 def wrong_values(
@@ -139,14 +139,14 @@ def wrong_values(
 
 
 def check_token_values(
-    columns: TokenColumns, report: Report, place: Callable[[int], Location], vocabulary: int = 1 << 31
+    columns: TokenColumns, report: Report, path_of: Callable[[int], Location], vocabulary: int = 1 << 31
 ) -> None:
     """Reports token ids out of range, and masks with other values than 0 and 1: the first of each example, for some examples.
 
     Args:
         columns: ``input_ids`` and masks.
         report: receives the findings.
-        place: returns the file of an example's tokens.
+        path_of: returns the file of an example's tokens.
         vocabulary: number of tokens.
     """
     first, shown = 0, dict.fromkeys(columns.names, 0)
@@ -154,29 +154,29 @@ def check_token_values(
         for name in columns.names:
             column = batch[name].combine_chunks()
             ends = np.asarray(column.offsets.to_numpy(), np.int64)
-            at, expected, code = wrong_values(name, column.flatten().to_numpy(zero_copy_only=False), vocabulary)
-            rows = np.searchsorted(ends, at, side="right") - 1
-            for row, k in dict(zip(rows[::-1].tolist(), at[::-1].tolist(), strict=True)).items():
+            positions, expected, code = wrong_values(name, column.flatten().to_numpy(zero_copy_only=False), vocabulary)
+            rows = np.searchsorted(ends, positions, side="right") - 1
+            for row, k in dict(zip(rows[::-1].tolist(), positions[::-1].tolist(), strict=True)).items():
                 shown[name] += 1
                 if shown[name] <= _SHOWN:
                     where = f"example {first + row}, {name}, token {k - ends[row]}"
-                    report.add(code, place(first + row), int(column.values[k].as_py()), expected, where)
+                    report.add(code, path_of(first + row), int(column.values[k].as_py()), expected, where)
         first += len(batch)
 
 
-def check_lists(schema: pa.Schema, wanted: Sequence[str], format: str) -> None:
-    """Raises ArgumentError for columns that are not lists of integers or flags, NotStoredError for others than ``wanted``."""
+def check_lists(schema: pa.Schema, names: Sequence[str], format: str) -> None:
+    """Raises ArgumentError for columns that are not lists of integers or flags, NotStoredError for others than ``names``."""
     import pyarrow as pa
 
     for field in schema:
-        if field.name not in wanted:
-            raise NotStoredError(f"columns: {format} stores {', '.join(wanted)} only, found {field.name!r}")
+        if field.name not in names:
+            raise NotStoredError(f"columns: {format} stores {', '.join(names)} only, found {field.name!r}")
         kind = field.type
-        listed = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-        value = kind.value_type if listed else kind
+        is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+        value = kind.value_type if is_list else kind
         if pa.types.is_null(value):
             continue
-        if not listed or not (pa.types.is_integer(value) or pa.types.is_boolean(value)):
+        if not is_list or not (pa.types.is_integer(value) or pa.types.is_boolean(value)):
             raise ArgumentError(f"columns: {field.name!r}: expected lists of integers, one per token, found {kind}")
 
 
@@ -202,20 +202,20 @@ def values_of(column: Any, name: str, first: int, dtype: DTypeLike) -> tuple[NDA
     counts = pc.list_value_length(flat).to_numpy().astype(np.int64)
     values = pc.list_flatten(flat)
     if values.null_count:
-        at = int(pc.index(pc.is_null(values), True).as_py())
-        bad = first + int(np.searchsorted(np.cumsum(counts), at, side="right"))
+        index = int(pc.index(pc.is_null(values), True).as_py())
+        bad = first + int(np.searchsorted(np.cumsum(counts), index, side="right"))
         raise ArgumentError(f"columns: {name!r}: expected one value per token, found null in example {bad}")
-    found = values.to_numpy() if len(values) else np.zeros(0, np.int64)
-    if found.dtype == np.bool_:
-        found = found.astype(np.uint8)
+    array = values.to_numpy() if len(values) else np.zeros(0, np.int64)
+    if array.dtype == np.bool_:
+        array = array.astype(np.uint8)
     info = np.iinfo(dtype)
-    if found.size and (found.min() < info.min or found.max() > info.max):
-        at = int(np.flatnonzero((found < info.min) | (found > info.max))[0])
-        bad = first + int(np.searchsorted(np.cumsum(counts), at, side="right"))
+    if array.size and (array.min() < info.min or array.max() > info.max):
+        index = int(np.flatnonzero((array < info.min) | (array > info.max))[0])
+        bad = first + int(np.searchsorted(np.cumsum(counts), index, side="right"))
         raise ArgumentError(
-            f"columns: {name!r}: expected values that {np.dtype(dtype)} holds, found {found[at]} in example {bad}"
+            f"columns: {name!r}: expected values that {np.dtype(dtype)} holds, found {array[index]} in example {bad}"
         )
-    return found.astype(dtype, copy=False), counts
+    return array.astype(dtype, copy=False), counts
 
 
 ColumnValues = dict[str, tuple[NDArray[Any], NDArray[np.int64]]]

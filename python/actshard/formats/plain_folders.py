@@ -34,19 +34,19 @@ def plain_evidence(path: Location, format: str) -> Evidence:
     looked_for = f'a folder whose {NAME} begins with "{MARK}{format}", as convert(..., "{format}") writes it'
     if path.kind() != "folder" or (path / NAME).kind() != "file":
         return Evidence(False, looked_for, f"no {NAME}")
-    found = marked(path / NAME)
-    text = f"the mark {found!r}" if found else f"a {NAME} without a mark"
-    return Evidence(found == format, looked_for, text, near=True, marked=found == format)
+    mark = marked(path / NAME)
+    text = f"the mark {mark!r}" if mark else f"a {NAME} without a mark"
+    return Evidence(mark == format, looked_for, text, near=True, marked=mark == format)
 
 
 def plain_contents(path: Location, options: Options, format: str) -> Contents:
     """The contents of the described folder, with its metadata."""
-    made = registry.get(registry.described()).open(path, options)
+    contents = registry.get(registry.described()).open(path, options)
     fields: dict[str, Any] = {}
     if (path / METADATA).kind() == "file":
         fields = Fields(read_json(path / METADATA), path / METADATA).value
     model = fields.get("model")
-    return replace(made, format=format, metadata=fields, model=model if isinstance(model, str) else None)
+    return replace(contents, format=format, metadata=fields, model=model if isinstance(model, str) else None)
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

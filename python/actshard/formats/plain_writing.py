@@ -50,7 +50,7 @@ class PlainTarget(Target):
     hint: ClassVar[str]
     """How to load a file, for the comment in layout.toml; ``{file}`` is its name."""
     writes_parquet = True
-    own: ClassVar[Mapping[str, str]] = {}
+    format_options: ClassVar[Mapping[str, str]] = {}
     holds_named_layers = True
     splits = "layers"
     takes_shard_bytes = False
@@ -152,8 +152,8 @@ class PlainTarget(Target):
         firsts = self._rows + np.cumsum(tokens) - tokens
         of_layer = np.tile(np.arange(layers), len(tokens))
         places = self.room + np.repeat(firsts, layers) * size
-        each = np.repeat(tokens, layers) * size
-        table = np.stack([np.zeros_like(each), block.starts.reshape(-1) * size, each, of_layer, places], axis=1)
+        sizes = np.repeat(tokens, layers) * size
+        table = np.stack([np.zeros_like(sizes), block.starts.reshape(-1) * size, sizes, of_layer, places], axis=1)
         table = _runs(table[np.argsort(of_layer, kind="stable")])
         if len(table):
             self.put([block.bytes], [(path, 0) for path in self.paths], table)
@@ -172,9 +172,9 @@ class PlainTarget(Target):
     def finish(self, examples: AllExamples) -> None:
         tokens = np.ascontiguousarray(examples.lengths[:, 0])
         same = int(tokens[0]) > 0 and bool((tokens == tokens[0]).all())
-        each = int(tokens[0]) if same else None
+        tokens_each = int(tokens[0]) if same else None
         rows, width = int(tokens.sum()), self.spec.d_model
-        shape = (rows, width) if each in (None, 1) else (len(tokens), each, width)
+        shape = (rows, width) if tokens_each in (None, 1) else (len(tokens), tokens_each, width)
         assert self.dtype is not None
         header = np.frombuffer(self.header(KEY, self.dtype, shape), np.uint8)
         make_folder(self.root / FOLDER)
@@ -182,12 +182,12 @@ class PlainTarget(Target):
             [header], [(path, 0) for path in self.paths], [(0, 0, header.size, k, 0) for k in range(len(self.paths))]
         )
         for path in self.paths:
-            found, size = path.stat().st_size, self.room + rows * self.row_bytes
-            if found != size:
-                raise FormatError(f"expected {size} bytes of {rows} rows, found {found}", path=path)
+            file_size, size = path.stat().st_size, self.room + rows * self.row_bytes
+            if file_size != size:
+                raise FormatError(f"expected {size} bytes of {rows} rows, found {file_size}", path=path)
         _native.sync_files(list(self.paths))
         sync_folders([self.root / FOLDER])
-        if each is None:
+        if tokens_each is None:
             counts = tokens.astype("<i8")
             write_bytes(
                 self.root / f"{LENGTHS}{self.suffix}",
@@ -200,13 +200,19 @@ class PlainTarget(Target):
                 pq.write_table(examples.columns, file)
         if self.spec.metadata:
             write_json(self.root / METADATA, self.spec.metadata)
-        text = self.description(each, columns=examples.columns is not None)
+        text = self.description(tokens_each, columns=examples.columns is not None)
         write_bytes(self.root / NAME, text.encode())
 
-    def description(self, each: int | None, *, columns: bool) -> str:
-        """The text of layout.toml. ``each``: tokens per example; None: examples differ."""
+    def description(self, tokens_each: int | None, *, columns: bool) -> str:
+        """The text of layout.toml. ``tokens_each``: tokens per example; None: examples differ."""
         name = "{layer:d}" if self.numbered else "{layer:s}"
-        axes = ["row", "dim"] if each is None else ["example", "dim"] if each == 1 else ["example", "token", "dim"]
+        axes = (
+            ["row", "dim"]
+            if tokens_each is None
+            else ["example", "dim"]
+            if tokens_each == 1
+            else ["example", "token", "dim"]
+        )
         first = f"{FOLDER}/{self.spec.layers[0]}{self.suffix}"
         lines = [
             f"{MARK}{self.format}",
@@ -219,7 +225,7 @@ class PlainTarget(Target):
             f"layers = {json.dumps(self.names)}",
             *self.more_lines(KEY),
         ]
-        if each is None:
+        if tokens_each is None:
             lines += [
                 "",
                 "[lengths]",
@@ -247,8 +253,8 @@ def _runs(pieces: NDArray[np.int64]) -> NDArray[np.int64]:
     if len(pieces) < 2:
         return pieces
     a, b = pieces[:-1], pieces[1:]
-    apart = (a[:, 3] != b[:, 3]) | (a[:, 1] + a[:, 2] != b[:, 1]) | (a[:, 4] + a[:, 2] != b[:, 4])
-    first = np.flatnonzero(np.concatenate([[True], apart]))
-    made = pieces[first]
-    made[:, 2] = np.add.reduceat(pieces[:, 2], first)
-    return made
+    is_start = (a[:, 3] != b[:, 3]) | (a[:, 1] + a[:, 2] != b[:, 1]) | (a[:, 4] + a[:, 2] != b[:, 4])
+    first = np.flatnonzero(np.concatenate([[True], is_start]))
+    runs = pieces[first]
+    runs[:, 2] = np.add.reduceat(pieces[:, 2], first)
+    return runs

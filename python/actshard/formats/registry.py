@@ -36,21 +36,21 @@ def installed() -> dict[str, Format]:
     """
     from importlib.metadata import entry_points  # slow to import, compared with all formats here
 
-    found = {
+    package_formats = {
         module.name: importlib.import_module(f"actshard.formats.{module.name}").FORMAT
         for module in pkgutil.iter_modules([str(Path(__file__).parent)])
         if module.ispkg
     }
-    made: dict[str, Format] = {format.name: format for format in found.values()}
+    formats: dict[str, Format] = {format.name: format for format in package_formats.values()}
     for point in entry_points(group=GROUP):
         format = _plugin(point)
         if format is None:
             continue
-        if format.name in made:
+        if format.name in formats:
             _warn(point, f"a format named {format.name!r} is already installed")
             continue
-        made[format.name] = format
-    return dict(sorted(made.items()))
+        formats[format.name] = format
+    return dict(sorted(formats.items()))
 
 
 def _plugin(point: EntryPoint) -> Format | None:
@@ -107,8 +107,8 @@ DEFAULT_FORMAT = "safetensors"
 
 def written() -> tuple[str, ...]:
     """Names of the formats that :func:`actshard.create` writes."""
-    found = [format for format in installed().values() if format.writes]
-    return tuple(format.name for format in sorted(found, key=lambda format: (format.order, format.name)))
+    formats = [format for format in installed().values() if format.writes]
+    return tuple(format.name for format in sorted(formats, key=lambda format: (format.order, format.name)))
 
 
 def described() -> str:
@@ -152,18 +152,18 @@ def detect(name: str, path: Path) -> Evidence:
     """
     format = get(name)
     try:
-        found = format.detect(path)
+        evidence = format.detect(path)
     except (ActshardError, OSError):
         raise
     except Exception as error:
         if _is_own(format):
             raise
         return Evidence(False, f"a {name} dataset", f"its plugin failed ({type(error).__name__}: {error})", near=True)
-    if not isinstance(found, Evidence):
+    if not isinstance(evidence, Evidence):
         return Evidence(
-            False, f"a {name} dataset", f"its plugin returned {type(found).__name__}, not Evidence", near=True
+            False, f"a {name} dataset", f"its plugin returned {type(evidence).__name__}, not Evidence", near=True
         )
-    return found
+    return evidence
 
 
 def asked(format: Format, question: Callable[[], T], otherwise: T) -> T:

@@ -90,9 +90,9 @@ class Report:
     def __repr__(self) -> str:
         counts = collections.Counter(f"{f.severity} {f.code}" for f in self.findings)
         shown = ", ".join(f"{n} x {what}" for what, n in counts.most_common(8)) or "no findings"
-        more = f", and {len(counts) - 8} more codes" if len(counts) > 8 else ""
+        rest = f", and {len(counts) - 8} more codes" if len(counts) > 8 else ""
         deep = ", deep" if self.deep else ""
-        return f"<actshard.Report of {self.path} ({self.format}{deep}): {'ok' if self.ok else 'not ok'}: {shown}{more}>"
+        return f"<actshard.Report of {self.path} ({self.format}{deep}): {'ok' if self.ok else 'not ok'}: {shown}{rest}>"
 
     @property
     def ok(self) -> bool:
@@ -141,24 +141,26 @@ class Report:
             raise TypeError(
                 f"expected a format's name and amounts, found {values['format']!r:.40}, {values['checked']!r:.40}"
             )
-        made = cls(place_of(values["path"]), values["format"], bool(values["deep"]))
-        made.checked = {str(what): int(n) for what, n in values["checked"].items()}
-        for each in values["findings"]:
-            made.add(each["code"], place_of(each["path"]), each["found"], each["expected"], each["place"])
-        return made
+        report = cls(place_of(values["path"]), values["format"], bool(values["deep"]))
+        report.checked = {str(what): int(n) for what, n in values["checked"].items()}
+        for finding in values["findings"]:
+            report.add(
+                finding["code"], place_of(finding["path"]), finding["found"], finding["expected"], finding["place"]
+            )
+        return report
 
     def add(self, code: str, path: Path | Location, found: Any, expected: str = "", place: str | None = None) -> None:
         """Adds a finding, unless it is already present."""
         path = place_of(path)
-        known = findings().get(code)
-        if known is None:
+        definition = findings().get(code)
+        if definition is None:
             raise InternalError(f"finding {code!r}: expected a declared code (Format.findings)", path=path)
-        severity = known.severity
+        severity = definition.severity
         text = str(found) if isinstance(found, str) else show(found)
-        made = Finding(code, severity, path, place, expected, text, known.remedy)
-        if made not in self._seen:
-            self._seen.add(made)
-            self.findings.append(made)
+        finding = Finding(code, severity, path, place, expected, text, definition.remedy)
+        if finding not in self._seen:
+            self._seen.add(finding)
+            self.findings.append(finding)
             if severity == ERROR:
                 self._wrong |= {(str(path), code), (str(path), text)}
 
@@ -181,9 +183,9 @@ class Report:
         """Adds an exception as a finding, unless its message was already reported for the same file."""
         tell(error)
         where = error.path or place_of(path)
-        place = None if error.offset is None else f"byte {error.offset}"
+        position = None if error.offset is None else f"byte {error.offset}"
         if (str(where), error.detail) not in self._wrong:
-            self.add(code or error.code or "format", where, error.detail, place=place)
+            self.add(code or error.code or "format", where, error.detail, place=position)
 
     @contextmanager
     def noting(self, path: Path | Location, code: str | None = None) -> Iterator[None]:
@@ -234,11 +236,11 @@ class Collected(Faults):
         try:
             return parse(paths)
         except ActshardError as error:
-            known = len(self.errors)
+            num_errors = len(self.errors)
             for path in paths:
                 with self.noting(path):
                     parse([path])
-            raise next(iter(self.errors[known:]), error) from error
+            raise next(iter(self.errors[num_errors:]), error) from error
 
     @contextmanager
     def noting(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -106,8 +106,8 @@ class Scaling:
             raise ArgumentError(f"scales: expected one of {', '.join(map(repr, AXES))}, found {scales!r:.80}")
         if dtype is None or name not in CODES:
             allowed = ", ".join(f"'{NUMPY_BY_NAME[code]}'" for code in CODES)
-            found = "none" if dtype is None else str(dtype)
-            raise ArgumentError(f"scales: expected dtype= to be one of {allowed}, found {found}")
+            actual = "none" if dtype is None else str(dtype)
+            raise ArgumentError(f"scales: expected dtype= to be one of {allowed}, found {actual}")
         return cls(dtype, scales)
 
     def shape(self, tokens: int, layers: int, width: int) -> tuple[int, int, int]:
@@ -149,10 +149,10 @@ class Scaling:
         codes, scales = np.empty(states.size, np.uint8), np.empty(self.shape(*states.shape), np.float32)
         self.fill(states, codes, scales, example)
         with np.errstate(invalid="ignore"):
-            made: NDArray[Any] = codes.view(self.dtype).reshape(states.shape).astype(states.dtype) * scales.astype(
+            values: NDArray[Any] = codes.view(self.dtype).reshape(states.shape).astype(states.dtype) * scales.astype(
                 states.dtype
             )
-        return made
+        return values
 
     def as_dict(self) -> dict[str, Any]:
         """Dtype, scales and error, for the dataset's metadata."""

@@ -103,7 +103,7 @@ def _family(kind: pa.DataType) -> str | int:
         "bytes": (is_.is_binary, is_.is_large_binary, is_.is_fixed_size_binary),
         "time": (is_.is_time,),
     }
-    return next((name for name, kinds in families.items() if any(of(kind) for of in kinds)), kind.id)
+    return next((name for name, kinds in families.items() if any(is_kind(kind) for is_kind in kinds)), kind.id)
 
 
 def _common_scalar(a: pa.DataType, b: pa.DataType) -> pa.DataType | None:
@@ -146,7 +146,7 @@ def is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
-def common_schema(known: pa.Schema, new: pa.Schema, *, narrow: bool = False) -> pa.Schema:
+def common_schema(known_schema: pa.Schema, new_schema: pa.Schema, *, narrow: bool = False) -> pa.Schema:
     """A schema with the columns of both, in the order of the first; ``narrow``: with the types of the first.
 
     Raises:
@@ -154,21 +154,23 @@ def common_schema(known: pa.Schema, new: pa.Schema, *, narrow: bool = False) -> 
     """
     import pyarrow as pa
 
-    fields = {field.name: field for field in known}
-    for field in new:
+    fields = {field.name: field for field in known_schema}
+    for field in new_schema:
         fields[field.name] = _common_field(fields[field.name], field, narrow) if field.name in fields else field
     return pa.schema(list(fields.values()))
 
 
-def _common_field(known: pa.Field, new: pa.Field, narrow: bool) -> pa.Field:
+def _common_field(known_field: pa.Field, new_field: pa.Field, narrow: bool) -> pa.Field:
     import pyarrow as pa
 
-    kind = _unified(known.type, new.type, narrow=narrow)
+    kind = _unified(known_field.type, new_field.type, narrow=narrow)
     # Elements of a dtype that Arrow lacks are stored as bits of another type.
-    dtypes = {(field.metadata or {}).get(b"dtype") for field in (known, new) if not pa.types.is_null(field.type)}
+    dtypes = {
+        (field.metadata or {}).get(b"dtype") for field in (known_field, new_field) if not pa.types.is_null(field.type)
+    }
     if kind is None or len(dtypes) > 1:
-        raise IncompatibleTypesError(known.name, known.type, new.type)
-    return (new if pa.types.is_null(known.type) else known).with_type(kind)
+        raise IncompatibleTypesError(known_field.name, known_field.type, new_field.type)
+    return (new_field if pa.types.is_null(known_field.type) else known_field).with_type(kind)
 
 
 def leaf_types(schema: Iterable[pa.Field]) -> Iterator[tuple[tuple[str, ...], pa.DataType]]:
@@ -221,37 +223,37 @@ def cast_exactly(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> Any:
     # Safe casts of floats fail for NaN values; _loses() compares floats.
     floats = pa.types.is_floating(column.type) and pa.types.is_floating(kind)
     try:
-        made = column.cast(kind, safe=not floats)
-        made.validate()  # casts of structs that contain lists of nulls can return invalid arrays
+        cast_column = column.cast(kind, safe=not floats)
+        cast_column.validate()  # casts of structs that contain lists of nulls can return invalid arrays
     except pa.ArrowException:
         if not pa.types.is_nested(kind):
             raise
         # Arrow cannot add fields to dicts, or cast all lists with different inner types.
         chunks = column.chunks if isinstance(column, pa.ChunkedArray) else [column]
         parts = [pa.array(chunk.to_pylist(), kind) for chunk in chunks]
-        made = pa.chunked_array(parts, kind) if isinstance(column, pa.ChunkedArray) else parts[0]
-    if _loses(column, made):
+        cast_column = pa.chunked_array(parts, kind) if isinstance(column, pa.ChunkedArray) else parts[0]
+    if _loses(column, cast_column):
         raise pa.ArrowInvalid("a value would be rounded")
-    return made
+    return cast_column
 
 
-def _loses(column: Any, made: Any) -> bool:
+def _loses(column: Any, cast_column: Any) -> bool:
     """Whether a cast to a narrower type changed floats, also inside lists and dicts."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    if column.type.equals(made.type):
+    if column.type.equals(cast_column.type):
         return False
-    if pa.types.is_struct(column.type) and pa.types.is_struct(made.type):
-        places = [(i, made.type.get_field_index(field.name)) for i, field in enumerate(column.type)]
-        return any(_loses(pc.struct_field(column, [i]), pc.struct_field(made, [j])) for i, j in places)
-    if is_list(column.type) and is_list(made.type):
-        return _loses(pc.list_flatten(column), pc.list_flatten(made))
-    if not (pa.types.is_floating(column.type) and pa.types.is_floating(made.type)):
+    if pa.types.is_struct(column.type) and pa.types.is_struct(cast_column.type):
+        places = [(i, cast_column.type.get_field_index(field.name)) for i, field in enumerate(column.type)]
+        return any(_loses(pc.struct_field(column, [i]), pc.struct_field(cast_column, [j])) for i, j in places)
+    if is_list(column.type) and is_list(cast_column.type):
+        return _loses(pc.list_flatten(column), pc.list_flatten(cast_column))
+    if not (pa.types.is_floating(column.type) and pa.types.is_floating(cast_column.type)):
         return False
-    if made.type.bit_width >= column.type.bit_width:
+    if cast_column.type.bit_width >= column.type.bit_width:
         return False
-    a, b = (c.drop_null().to_numpy(zero_copy_only=False).astype(np.float64) for c in (column, made))
+    a, b = (c.drop_null().to_numpy(zero_copy_only=False).astype(np.float64) for c in (column, cast_column))
     return not np.array_equal(a, b, equal_nan=True)
 
 

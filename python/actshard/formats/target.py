@@ -72,7 +72,7 @@ class Block:
     """``(n, layers)``: number of tokens; -1 where an example lacks a layer."""
     columns: pa.Table | None = None
     """Columns of the examples; numeric arrays as fixed-size lists."""
-    own: NDArray[np.int64] | None = None
+    unpadded_lengths: NDArray[np.int64] | None = None
     """``(n,)``: number of tokens of each example before padding, for formats with a constant number; None: no padding."""
     overflows: int = 0
     """Number of values that are infinite here and finite in the source of a conversion."""
@@ -115,7 +115,7 @@ class Target(ABC):
     """
 
     format: ClassVar[str]
-    own: ClassVar[Mapping[str, str]]
+    format_options: ClassVar[Mapping[str, str]]
     """The format's own options, each with a description."""
     metadata_keys: ClassVar[tuple[str, ...] | None] = None
     """Supported metadata fields; None: any."""
@@ -187,10 +187,10 @@ class Target(ABC):
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        unknown = sorted(set(spec.options) - set(self.own))
+        unknown = sorted(set(spec.options) - set(self.format_options))
         if unknown:
-            known = "; ".join(f"{name}: {what}" for name, what in self.own.items()) or "none"
-            raise ArgumentError(f"{unknown[0]!r} is not an option of {self.format}; options are {known}")
+            options = "; ".join(f"{name}: {what}" for name, what in self.format_options.items()) or "none"
+            raise ArgumentError(f"{unknown[0]!r} is not an option of {self.format}; options are {options}")
         large = next((x for x in spec.layers if isinstance(x, int) and abs(x) > self.largest_layer), None)
         if large is not None:
             raise ArgumentError(
@@ -198,10 +198,10 @@ class Target(ABC):
                 f"choose another number: convert(layers={{{large}: 0, ...}})"
             )
         if self.metadata_keys is not None:
-            other = sorted(set(spec.metadata) - set(self.metadata_keys))
-            if other:
+            unknown_fields = sorted(set(spec.metadata) - set(self.metadata_keys))
+            if unknown_fields:
                 raise ArgumentError(
-                    f"metadata: {self.format} has no field {other[0]!r}, and its original reader rejects unknown fields; "
+                    f"metadata: {self.format} has no field {unknown_fields[0]!r}, and its original reader rejects unknown fields; "
                     f"expected one of {', '.join(self.metadata_keys)}"
                 )
         self.dtype: np.dtype[Any] | None = spec.dtype
@@ -219,17 +219,17 @@ class Target(ABC):
 
     @classmethod
     def conversion_options(
-        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
     ) -> dict[str, Any]:
         """Options of a conversion to this format.
 
         Args:
-            own: options of this format implied by the source's metadata.
-            asked: the user's options, which take precedence.
+            source_options: options of this format implied by the source's metadata.
+            user_options: the user's options, which take precedence.
             tokens: the tokens to convert: ``"all"``, ``"content"`` or ``"last"``.
             pooled: returns whether every example of the source has one row.
         """
-        return {**own, **asked}
+        return {**source_options, **user_options}
 
     @property
     def special_tokens(self) -> int:
@@ -252,19 +252,19 @@ class Target(ABC):
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         """Raises DtypeError for an unsupported dtype."""
 
-    def take_dtype(self, found: np.dtype[Any]) -> np.dtype[Any]:
+    def take_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Returns the dtype to store. Without a given dtype, the first rows determine it."""
         if self.dtype is None:
-            self.check_dtype(found)
-            self.dtype = found
-        elif self.dtype != found and self.spec.dtype is None:
+            self.check_dtype(dtype)
+            self.dtype = dtype
+        elif self.dtype != dtype and self.spec.dtype is None:
             raise DtypeError(
-                f"expected {self.dtype}, the dtype of earlier rows, found {found}; "
+                f"expected {self.dtype}, the dtype of earlier rows, found {dtype}; "
                 f"pass dtype={str(self.dtype)!r} to create() to convert"
             )
         return self.dtype
 
-    def take_tokens(self, found: int) -> None:  # noqa: B027 -- nothing to decide for ragged formats
+    def take_tokens(self, tokens: int) -> None:  # noqa: B027 -- nothing to decide for ragged formats
         """Sets the number of tokens per example from the first example, for formats where it is constant."""
 
     @property
@@ -343,7 +343,7 @@ class Target(ABC):
         """Path of a finished dataset with this configuration and n examples, where the configuration determines it; else None."""
         return None
 
-    def difference(self, place: Path) -> str | None:
+    def difference(self, path: Path) -> str | None:
         """Where the rows and labels written so far differ from those of a finished dataset, for a message; None: nowhere.
 
         For formats in which :meth:`existing` finds a dataset by its metadata, not by its path.
@@ -491,13 +491,13 @@ class Apart:
         bases = np.empty(count, np.int64)
         moved = []
         for k, (path, size) in enumerate(files):
-            known = self.extents.get(path)
-            if known is None:
+            extent = self.extents.get(path)
+            if extent is None:
                 base = int(first[k]) if first[k] < end[k] else 0
-                known = self.extents[path] = [base if base > self._room else 0, int(end[k])]
-            known[1] = max(known[1], int(end[k]))
-            bases[k] = known[0]
-            moved.append((path, max(size - known[0], 0)))
+                extent = self.extents[path] = [base if base > self._room else 0, int(end[k])]
+            extent[1] = max(extent[1], int(end[k]))
+            bases[k] = extent[0]
+            moved.append((path, max(size - extent[0], 0)))
         pieces = pieces.copy()
         pieces[:, 4] -= bases[pieces[:, 3]]
         if (pieces[:, 4] < 0).any():
@@ -540,8 +540,8 @@ def given_time(spec: Spec) -> int | None:
 
 def environment_time() -> int | None:
     """The environment variable SOURCE_DATE_EPOCH."""
-    given = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(given) if given.isdecimal() else None
+    text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    return int(text) if text.isdecimal() else None
 
 
 def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
@@ -578,12 +578,12 @@ def values_of(name: str, column: Any, first: int) -> list[Any]:
     import pyarrow as pa
 
     try:
-        made: list[Any] = column.to_pylist()
+        values: list[Any] = column.to_pylist()
     except (pa.ArrowException, ValueError, OverflowError, ImportError) as error:
         raise ArgumentError(
             f"columns: {name!r}, from example {first}: {column.type} values out of Python's range: {error}"
         ) from error
-    return made
+    return values
 
 
 def check_times(table: pa.Table, first: int) -> None:
@@ -629,8 +629,8 @@ def _has_other_bytes(value: Any) -> bool:
     return False
 
 
-def _has(kind: pa.DataType, wanted: Callable[[pa.DataType], bool]) -> bool:
-    return wanted(kind) or any(_has(kind.field(i).type, wanted) for i in range(kind.num_fields))
+def _has(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
+    return is_kind(kind) or any(_has(kind.field(i).type, is_kind) for i in range(kind.num_fields))
 
 
 def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> NDArray[Any]:
@@ -642,10 +642,10 @@ def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> ND
         flat = pa.concat_arrays(flat.chunks)
     if pa.types.is_fixed_size_list(flat.type):
         width = flat.type.list_size
-        made: NDArray[Any] = flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), width)
+        array: NDArray[Any] = flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), width)
     else:
-        made = flat.to_numpy(zero_copy_only=False)
-    return made.view(NUMPY_BY_NAME[dtype]) if dtype is not None else made
+        array = flat.to_numpy(zero_copy_only=False)
+    return array.view(NUMPY_BY_NAME[dtype]) if dtype is not None else array
 
 
 def arrays_in(table: pa.Table, name: str) -> NDArray[Any]:
@@ -708,19 +708,19 @@ def refuse_in_the_way(path: Path, makes: Iterable[str]) -> None:
     """Raises ExistsError if a folder contains names that merging its parts would create. ``makes`` are their patterns."""
     if not path.is_dir():
         return
-    wanted = list(makes)
-    found = sorted(p.name for p in path.iterdir() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in wanted))
-    if found:
-        shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+    patterns = list(makes)
+    names = sorted(p.name for p in path.iterdir() if any(fnmatch.fnmatchcase(p.name, pattern) for pattern in patterns))
+    if names:
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         raise ExistsError(f"expected only parts, found {shown}, which the merge would create; move it away", path=path)
 
 
 def refuse_existing(path: Path) -> None:
     """Raises ExistsError unless a folder is empty or absent."""
     if path.is_dir():
-        found = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS, RECORD))
-        if found:
-            shown = ", ".join(found[:5]) + (", ..." if len(found) > 5 else "")
+        names = sorted(p.name for p in path.iterdir() if p.name not in (FOLDER, PARTS, RECORD))
+        if names:
+            shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
             raise ExistsError(f"expected no folder or an empty one, found {shown}", path=path)
     refuse_file(path)
 
@@ -728,5 +728,5 @@ def refuse_existing(path: Path) -> None:
 def refuse_file(path: Path) -> None:
     """Raises ExistsError for a file, and for a link that leads nowhere."""
     if os.path.lexists(path) and not path.is_dir():
-        found = "a file" if path.exists() else "a link that leads nowhere"
-        raise ExistsError(f"expected a folder or nothing, found {found}", path=path)
+        kind = "a file" if path.exists() else "a link that leads nowhere"
+        raise ExistsError(f"expected a folder or nothing, found {kind}", path=path)

@@ -33,8 +33,10 @@ class TokenTarget(Target):
         super().__init__(spec)
         if spec.part is not None:
             raise ArgumentError(f"part: not supported by {self.format}; write one dataset")
-        if taken := sorted(spec.metadata.keys() & set(self.reserved)):
-            raise ArgumentError(f"metadata: {taken[0]!r} describes the files and is written by actshard; leave it out")
+        if conflicts := sorted(spec.metadata.keys() & set(self.reserved)):
+            raise ArgumentError(
+                f"metadata: {conflicts[0]!r} describes the files and is written by actshard; leave it out"
+            )
         last = spec.options.get("last", LAST)
         if last is not None and last not in spec.layers and "last" in spec.options:
             raise ArgumentError(f"last: expected one of the layers {list(spec.layers)}, found {last!r}")

@@ -132,10 +132,10 @@ class TorchArchive:
         self.size = self._end + central + len(_tail(0, 0, 0))
 
     def _add(self, name: str, size: int, content: bytes | None) -> None:
-        at = self._records[-1].end if self._records else 0
-        record = _ZipRecord(name, at, 0, size, content)
-        start = at + len(_local(self._root, record))
-        self._records.append(_ZipRecord(name, at, -(-start // _ALIGN) * _ALIGN, size, content))
+        header = self._records[-1].end if self._records else 0
+        record = _ZipRecord(name, header, 0, size, content)
+        start = header + len(_local(self._root, record))
+        self._records.append(_ZipRecord(name, header, -(-start // _ALIGN) * _ALIGN, size, content))
 
     def seal(self, into: NDArray[np.uint8]) -> None:
         """Writes headers, checksums and the directory around the elements in ``into``, ``(size,)`` bytes."""
@@ -153,8 +153,8 @@ class TorchArchive:
             if record.size:
                 crcs.append(crc)
             central.append(_central(self._root, record, crc))
-        listed = b"".join(central)
-        _put(into, self._end, listed + _tail(len(central), len(listed), self._end))
+        directory = b"".join(central)
+        _put(into, self._end, directory + _tail(len(central), len(directory), self._end))
 
 
 def torch_bytes(value: Any, root: str = "archive") -> bytes:
@@ -166,12 +166,12 @@ def torch_bytes(value: Any, root: str = "archive") -> bytes:
     """
     arrays: dict[int, tuple[NewTensor, NDArray[Any]]] = {}
     archive = TorchArchive(_with_tensors(value, arrays, 0), root)
-    made = np.zeros(archive.size, np.uint8)
+    buffer = np.zeros(archive.size, np.uint8)
     array_of = {id(tensor): array for tensor, array in arrays.values()}
     for tensor, (start, size) in zip(archive.tensors, archive.places, strict=True):
-        made[start : start + size] = np.ascontiguousarray(array_of[id(tensor)]).reshape(-1).view(np.uint8)
-    archive.seal(made)
-    return made.tobytes()
+        buffer[start : start + size] = np.ascontiguousarray(array_of[id(tensor)]).reshape(-1).view(np.uint8)
+    archive.seal(buffer)
+    return buffer.tobytes()
 
 
 def _with_tensors(value: Any, arrays: dict[int, tuple[NewTensor, NDArray[Any]]], depth: int) -> Any:
@@ -185,9 +185,9 @@ def _with_tensors(value: Any, arrays: dict[int, tuple[NewTensor, NDArray[Any]]],
             arrays[id(value)] = (NewTensor(name_of(value.dtype), value.shape), value)
         return arrays[id(value)][0]
     if isinstance(value, dict):
-        return type(value)((key, _with_tensors(each, arrays, depth + 1)) for key, each in value.items())
+        return type(value)((key, _with_tensors(entry, arrays, depth + 1)) for key, entry in value.items())
     if isinstance(value, list | tuple):
-        return type(value)(_with_tensors(each, arrays, depth + 1) for each in value)
+        return type(value)(_with_tensors(entry, arrays, depth + 1) for entry in value)
     return value
 
 
@@ -268,12 +268,12 @@ class _Pickled:
         self._remember(id(value))
         pairs = list(value.items())
         for first in range(0, len(pairs), _AT_ONCE):
-            some = pairs[first : first + _AT_ONCE]
-            self._out += b"(" if len(some) > 1 else b""
-            for key, each in some:
+            batch = pairs[first : first + _AT_ONCE]
+            self._out += b"(" if len(batch) > 1 else b""
+            for key, entry in batch:
                 self._save(key, depth + 1)
-                self._save(each, depth + 1)
-            self._out += b"u" if len(some) > 1 else b"s"  # SETITEMS, SETITEM
+                self._save(entry, depth + 1)
+            self._out += b"u" if len(batch) > 1 else b"s"  # SETITEMS, SETITEM
 
     def _ordered(self) -> None:
         """An empty OrderedDict, which is not added to the memo."""
@@ -286,18 +286,18 @@ class _Pickled:
         self._out += b"]"
         self._remember(id(value))
         for first in range(0, len(value), _AT_ONCE):
-            some = value[first : first + _AT_ONCE]
-            self._out += b"(" if len(some) > 1 else b""
-            for each in some:
-                self._save(each, depth + 1)
-            self._out += b"e" if len(some) > 1 else b"a"  # APPENDS, APPEND
+            batch = value[first : first + _AT_ONCE]
+            self._out += b"(" if len(batch) > 1 else b""
+            for entry in batch:
+                self._save(entry, depth + 1)
+            self._out += b"e" if len(batch) > 1 else b"a"  # APPENDS, APPEND
 
     def _tuple(self, value: tuple[Any, ...], depth: int) -> None:
         if value and self._recall(id(value)):
             return
         self._out += b"(" if len(value) > 3 else b""
-        for each in value:
-            self._save(each, depth + 1)
+        for entry in value:
+            self._save(entry, depth + 1)
         self._close(len(value), id(value))
 
     def _close(self, n: int, key: Any) -> None:
@@ -308,8 +308,8 @@ class _Pickled:
 
     def _numbers(self, values: tuple[int, ...]) -> None:
         self._out += b"(" if len(values) > 3 else b""
-        for each in values:
-            self._int(each, 0)
+        for number in values:
+            self._int(number, 0)
         self._close(len(values), object())
 
     def _tensor(self, value: NewTensor, depth: int) -> None:
@@ -360,18 +360,18 @@ _SAVERS: dict[type, Callable[[_Pickled, Any, int], None]] = {
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, as torch counts them: an axis of length 0 counts as one."""
-    made, step = [], 1
+    strides, step = [], 1
     for n in reversed(shape):
-        made.append(step)
+        strides.append(step)
         step *= max(n, 1)
-    return tuple(reversed(made))
+    return tuple(reversed(strides))
 
 
 # -- the zip file ------------------------------------------------------------------------------------------------------
 
 
-def _put(into: NDArray[np.uint8], at: int, data: bytes) -> None:
-    into[at : at + len(data)] = np.frombuffer(data, np.uint8)
+def _put(into: NDArray[np.uint8], offset: int, data: bytes) -> None:
+    into[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
 
 def _short(number: int) -> int:
@@ -379,7 +379,7 @@ def _short(number: int) -> int:
     return 0xFFFFFFFF if number >= _LARGE else number
 
 
-def _more(record: _ZipRecord, size: int, packed: int) -> bytes:
+def _zip64_extra(record: _ZipRecord, size: int, packed: int) -> bytes:
     """The extra field with 64-bit sizes and offsets; empty if 32 bits are enough."""
     fields = [size, packed] if record.size >= _LARGE else []
     fields += [record.header] if record.header >= _LARGE else []
@@ -389,10 +389,10 @@ def _more(record: _ZipRecord, size: int, packed: int) -> bytes:
 def _local(root: str, record: _ZipRecord) -> bytes:
     """The local header, with padding up to the record's start; without padding bytes if the start is not known yet."""
     name = f"{root}/{record.name}".encode()
-    more = _more(record, record.size, 0)
-    least = record.header + 30 + len(name) + len(more) + 4
+    zip64 = _zip64_extra(record, record.size, 0)
+    least = record.header + 30 + len(name) + len(zip64) + 4
     padding = max(record.start - least, 0)
-    extra = more + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+    extra = zip64 + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
     return struct.pack("<4s5H3I2H", b"PK\3\4", 0, record.flags, 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
@@ -405,7 +405,7 @@ def _descriptor(record: _ZipRecord, crc: int) -> bytes:
 
 def _central(root: str, record: _ZipRecord, crc: int) -> bytes:
     """The record's entry in the directory."""
-    name, more = f"{root}/{record.name}".encode(), _more(record, record.size, record.size)
+    name, more = f"{root}/{record.name}".encode(), _zip64_extra(record, record.size, record.size)
     size, at = _short(record.size), _short(record.header)
     head = struct.pack(
         "<4s6H3I5H2I", b"PK\1\2", 0, 0, record.flags, 0, 0, 0, crc, size, size, len(name), len(more), 0, 0, 0, 0, at
@@ -431,10 +431,10 @@ _BUCKETS = (13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85
 
 def _serialization_id(names: list[str], crcs: list[int]) -> bytes:
     """Digests of names and of checksums. torch uses the id only to identify files in its logs."""
-    found = 0
+    digest = 0
     for crc in crcs:
-        found = _combined(found, crc)
-    return f"{_digest_of_names(tuple(names)):020}{found:020}".encode()
+        digest = _combined(digest, crc)
+    return f"{_digest_of_names(tuple(names)):020}{digest:020}".encode()
 
 
 @lru_cache(64)
@@ -447,18 +447,18 @@ def _digest_of_names(names: tuple[str, ...]) -> int:
         if number == 0 or number >= size:
             size = next(buckets)
             before, table = table, []
-            for each in before:
-                _insert(table, each, size)
+            for name_hash in before:
+                _insert(table, name_hash, size)
         _insert(table, _hash(name.encode()), size)
-    found = 0
-    for each in table:
-        found = _combined(found, each)
-    return found
+    digest = 0
+    for name_hash in table:
+        digest = _combined(digest, name_hash)
+    return digest
 
 
 def _insert(table: list[int], value: int, size: int) -> None:
     """Inserts a value at the beginning of its bucket; at the beginning of the table if the bucket is empty."""
-    table.insert(next((i for i, each in enumerate(table) if each % size == value % size), 0), value)
+    table.insert(next((i for i, entry in enumerate(table) if entry % size == value % size), 0), value)
 
 
 def _combined(seed: int, value: int) -> int:
@@ -469,12 +469,12 @@ def _combined(seed: int, value: int) -> int:
 def _hash(data: bytes) -> int:
     """libstdc++'s ``std::hash`` of a string: MurmurHash64A."""
     times = 0xC6A4A7935BD1E995
-    found = (0xC70F6907 ^ (len(data) * times)) & _64
-    whole = len(data) & ~7
-    for at in range(0, whole, 8):
-        part = int.from_bytes(data[at : at + 8], "little") * times & _64
-        found = ((found ^ ((part ^ (part >> 47)) * times & _64)) * times) & _64
-    if len(data) > whole:
-        found = ((found ^ int.from_bytes(data[whole:], "little")) * times) & _64
-    found = ((found ^ (found >> 47)) * times) & _64
-    return found ^ (found >> 47)
+    digest = (0xC70F6907 ^ (len(data) * times)) & _64
+    aligned_size = len(data) & ~7
+    for offset in range(0, aligned_size, 8):
+        part = int.from_bytes(data[offset : offset + 8], "little") * times & _64
+        digest = ((digest ^ ((part ^ (part >> 47)) * times & _64)) * times) & _64
+    if len(data) > aligned_size:
+        digest = ((digest ^ int.from_bytes(data[aligned_size:], "little")) * times) & _64
+    digest = ((digest ^ (digest >> 47)) * times) & _64
+    return digest ^ (digest >> 47)

@@ -31,7 +31,9 @@ def table_of(blocks: Sequence[Block]) -> pa.Table:
         else:
             flat = numbers(np.ascontiguousarray(block.lengths).reshape(-1))
             name, column = BY_LAYER, pa.FixedSizeListArray.from_arrays(flat, block.lengths.shape[1])
-        table = pa.table({name: column} | ({} if block.own is None else {OWN: numbers(block.own)}))
+        table = pa.table(
+            {name: column} | ({} if block.unpadded_lengths is None else {OWN: numbers(block.unpadded_lengths)})
+        )
         if block.columns is not None:
             for field, values in zip(block.columns.schema, block.columns.columns, strict=True):
                 table = table.append_column(field, values)

@@ -29,7 +29,7 @@ FOLDER = DraftFolder(
         DraftTree((_SHARD, _SAMPLE), order=(0, 1, 2), example=(0, 1, 2), sure=True, series=(2, 1)),
         DraftTree((_SAMPLE,), order=(0, 1), example=(0, 1), sure=True, series=(1, 0)),
     ),
-    others=("vocab_mapping.pt",),
+    extra_files=("vocab_mapping.pt",),
     skips="AngelSlim does not write examples that failed",
 )
 detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

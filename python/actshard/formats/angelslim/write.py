@@ -22,7 +22,7 @@ class AngelSlimTarget(DraftTarget):
     """Writes ``rank_0/rows_0-5000/data_0.ckpt``, ... or ``sample_00000000_rank0.ckpt``, ..."""
 
     format: ClassVar[str] = "angelslim"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "kind": '"eagle3" (default), or "dflash" (default without a last hidden state)',
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "file_group_size": f"files per folder (default: {_GROUP}; dflash: no folders)",

@@ -52,15 +52,15 @@ def _check_indices(shard: Location, tensor: StackedTensor, manifest: DraftManife
     total = int(np.prod(tensor.shape, dtype=np.int64))
     for first in range(0, total, _AT_ONCE):
         n = min(_AT_ONCE, total - first)
-        found: NDArray[Any] = np.frombuffer(shard.read(tensor.start + 4 * first, 4 * n), "<i4")
-        wrong = np.flatnonzero((found < 0) | (found >= manifest.draft))
+        indices: NDArray[Any] = np.frombuffer(shard.read(tensor.start + 4 * first, 4 * n), "<i4")
+        wrong = np.flatnonzero((indices < 0) | (indices >= manifest.draft))
         if wrong.size:
-            at = first + int(wrong[0])
+            position = first + int(wrong[0])
             report.add(
                 "address-out-of-range",
                 shard,
-                int(found[wrong[0]]),
+                int(indices[wrong[0]]),
                 f"an index of the draft vocabulary, 0 to {manifest.draft - 1}",
-                f"byte {tensor.start + 4 * at}, tensor 'target_probs_indices'",
+                f"byte {tensor.start + 4 * position}, tensor 'target_probs_indices'",
             )
             return

@@ -22,9 +22,9 @@ class AutomodelCarrying(Carrying):
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        given = {name: value for name, value in metadata.items() if name not in OF_FILES}
+        kept_metadata = {name: value for name, value in metadata.items() if name not in OF_FILES}
         size = metadata.get("shard_size")
-        return given, {"shard_size": size} if type(size) is int and size > 0 else {}
+        return kept_metadata, {"shard_size": size} if type(size) is int and size > 0 else {}
 
     def left_behind(self, contents: Contents) -> list[str]:
         root = Location.at(contents.path)

@@ -111,7 +111,7 @@ class DraftManifest:
         fields.check()
         if dtype not in DTYPES:
             raise UnsupportedError(fields.error("dtype", " or ".join(DTYPES)).detail, path=path)
-        made = cls(
+        manifest = cls(
             fields,
             kind,
             num_examples=fields.integer("num_samples", minimum=0),
@@ -124,7 +124,7 @@ class DraftManifest:
             draft=fields.integer("draft_vocab_size") if kind == "eagle3" else 0,
         )
         fields.check()
-        return made._with_width()
+        return manifest._with_width()
 
     def _with_width(self) -> DraftManifest:
         """The width of a layer: the total width by the number of layers."""
@@ -164,18 +164,18 @@ class DraftManifest:
     def tensors(self, n: int) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of the tensors of a shard of n samples."""
         s, states = (n, self.tokens), (n, self.tokens, len(self.layer_ids) * self.width)
-        made: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(COLUMNS[self.kind], (s, "I64"))
-        made[_AUX[self.kind]] = (states, self.dtype)
+        tensors: dict[str, tuple[tuple[int, ...], str]] = dict.fromkeys(COLUMNS[self.kind], (s, "I64"))
+        tensors[_AUX[self.kind]] = (states, self.dtype)
         if self.kind == "dspark":
-            made[_LAST_TENSOR] = ((*s, self.width), self.dtype)
-            return made
-        made["position_mask"] = ((*s, 1), "BOOL")
+            tensors[_LAST_TENSOR] = ((*s, self.width), self.dtype)
+            return tensors
+        tensors["position_mask"] = ((*s, 1), "BOOL")
         if self.top_k:
-            made["target_probs_values"] = ((*s, self.top_k), self.dtype)
-            made["target_probs_indices"] = ((*s, self.top_k), "I32")
+            tensors["target_probs_values"] = ((*s, self.top_k), self.dtype)
+            tensors["target_probs_indices"] = ((*s, self.top_k), "I32")
         else:
-            made["target_probs"] = ((*s, self.draft), self.dtype)
-        return made
+            tensors["target_probs"] = ((*s, self.draft), self.dtype)
+        return tensors
 
     def states(self) -> list[str]:
         """Names of the tensors of hidden states."""
@@ -197,25 +197,25 @@ def shards_of(root: Location, manifest: DraftManifest) -> list[Location]:
     """
     if not root.lists:
         return [root / f"shard-{number:06}.safetensors" for number in range(manifest.num_shards)]
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     for entry in root.entries("shard-*.safetensors"):
-        named = _SHARD.fullmatch(entry.name)
-        if named is not None:
-            found[int(named[1])] = entry.name
+        match = _SHARD.fullmatch(entry.name)
+        if match is not None:
+            names[int(match[1])] = entry.name
     for number in range(manifest.num_shards):
-        if number not in found:
+        if number not in names:
             raise MissingFileError(
                 f"expected shard {number} of 0 to {manifest.num_shards - 1}, found nothing",
                 path=root / f"shard-{number:06}.safetensors",
             )
-    if more := sorted(set(found) - set(range(manifest.num_shards))):
+    if surplus := sorted(set(names) - set(range(manifest.num_shards))):
         raise FormatError(
             f"expected {manifest.num_shards} shards for {manifest.num_examples} samples of {manifest.shard_size}, "
-            f"found shard {more[0]}",
-            path=root / found[more[0]],
+            f"found shard {surplus[0]}",
+            path=root / names[surplus[0]],
             code="count-claim",
         )
-    return [root / found[number] for number in range(manifest.num_shards)]
+    return [root / names[number] for number in range(manifest.num_shards)]
 
 
 def header_of(shard: Location, manifest: DraftManifest, number: int) -> dict[str, StackedTensor]:
@@ -229,15 +229,17 @@ def header_of(shard: Location, manifest: DraftManifest, number: int) -> dict[str
     except ActshardError as error:
         error.path = error.path or shard.place
         raise
-    found = {name: StackedTensor(tuple(shape), dtype, start + begin) for name, dtype, shape, begin, _ in tensors}
+    tensors_by_name = {
+        name: StackedTensor(tuple(shape), dtype, start + begin) for name, dtype, shape, begin, _ in tensors
+    }
     for name, (shape, dtype) in manifest.tensors(manifest.shard_rows(number)).items():
-        if name not in found:
+        if name not in tensors_by_name:
             raise FormatError(f"tensor '{name}': expected {dtype} {list(shape)}, found nothing", path=shard)
-        tensor = found[name]
+        tensor = tensors_by_name[name]
         if tensor.shape != shape or tensor.dtype != dtype:
             raise FormatError(
                 f"tensor '{name}': expected {dtype} {list(shape)}, as {MANIFEST} states, found {tensor.dtype} "
                 f"{list(tensor.shape)}",
                 path=shard,
             )
-    return found
+    return tensors_by_name

@@ -85,8 +85,8 @@ class StackedCache:
     def _starts(self, name: str, step: int) -> NDArray[np.uint64]:
         """Offset of each example's first byte in its shard."""
         begin = np.array([header[name].start for header in self.headers] or [0], np.uint64)
-        made: NDArray[np.uint64] = begin[self._shard] + self._row * np.uint64(step * self.manifest.tokens)
-        return made
+        offsets: NDArray[np.uint64] = begin[self._shard] + self._row * np.uint64(step * self.manifest.tokens)
+        return offsets
 
     def states(self) -> Rows:
         """Rows of hidden states: a group per layer, then the last."""
@@ -132,16 +132,16 @@ class StackedCache:
         rows = {name: self.column(name, dtype) for name, dtype in kinds.items()}
         return TokenColumns(rows, self.manifest.num_examples, self.path.place)
 
-    def read(self, wanted: Sequence[str]) -> pa.Table:
+    def read(self, names: Sequence[str]) -> pa.Table:
         """Reads columns of all examples, including ``target_probs``, which the store's table omits because of its size."""
-        table = self.columns.columns([name for name in wanted if name != PROBS or self.manifest.kind != "eagle3"])
-        if PROBS in wanted and self.manifest.kind == "eagle3":
+        table = self.columns.columns([name for name in names if name != PROBS or self.manifest.kind != "eagle3"])
+        if PROBS in names and self.manifest.kind == "eagle3":
             import pyarrow as pa
 
             # A table without columns has no rows, so no column can be appended to it.
             probs = self._probs()
             table = table.append_column(PROBS, probs) if table.num_columns else pa.table({PROBS: probs})
-        return table.select(list(wanted))
+        return table.select(list(names))
 
     def _probs(self) -> pa.Array:
         """The target's distribution over the draft vocabulary: per example a list of ``draft_vocab_size`` float32 per token."""
@@ -149,22 +149,22 @@ class StackedCache:
 
         manifest, n = self.manifest, self.manifest.num_examples
         examples, k = np.arange(n), self.manifest.top_k
-        made = np.zeros((n * manifest.tokens, manifest.draft), np.float32)
+        probs = np.zeros((n * manifest.tokens, manifest.draft), np.float32)
         if k:
-            at = self.column("target_probs_indices", "I32", k).gather_whole(0, examples, None, None)
-            if at.size and (at.min() < 0 or at.max() >= manifest.draft):
-                bad = int(np.flatnonzero(((at < 0) | (at >= manifest.draft)).any(axis=1))[0])
-                found = int(at[bad][(at[bad] < 0) | (at[bad] >= manifest.draft)][0])
+            indices = self.column("target_probs_indices", "I32", k).gather_whole(0, examples, None, None)
+            if indices.size and (indices.min() < 0 or indices.max() >= manifest.draft):
+                bad = int(np.flatnonzero(((indices < 0) | (indices >= manifest.draft)).any(axis=1))[0])
+                index = int(indices[bad][(indices[bad] < 0) | (indices[bad] >= manifest.draft)][0])
                 raise FormatError(
                     f"tensor 'target_probs_indices': example {bad // manifest.tokens}, token {bad % manifest.tokens}: expected "
-                    f"an index of the draft vocabulary, 0 to {manifest.draft - 1}, found {found}",
+                    f"an index of the draft vocabulary, 0 to {manifest.draft - 1}, found {index}",
                     path=self.shards[int(self._shard[bad // manifest.tokens])],
                 )
             values = self.column("target_probs_values", manifest.dtype, k).gather_whole(0, examples, None, None)
-            np.put_along_axis(made, at, values.astype(np.float32), axis=1)
+            np.put_along_axis(probs, indices, values.astype(np.float32), axis=1)
         else:
-            made[:] = self.column(PROBS, manifest.dtype, manifest.draft).gather_whole(0, examples, None, None)
-        rows = pa.FixedSizeListArray.from_arrays(pa.array(made.reshape(-1)), manifest.draft)
+            probs[:] = self.column(PROBS, manifest.dtype, manifest.draft).gather_whole(0, examples, None, None)
+        rows = pa.FixedSizeListArray.from_arrays(pa.array(probs.reshape(-1)), manifest.draft)
         ends = np.arange(n + 1, dtype=np.int64) * manifest.tokens
         return pa.LargeListArray.from_arrays(ends, rows)
 
@@ -174,19 +174,27 @@ class StackedCache:
             return None
         n, tokens = self.manifest.num_examples, self.manifest.tokens
         masks = self.column("attention_mask", "I64")
-        made = np.zeros(n, np.int64)
+        lengths = np.zeros(n, np.int64)
         for first in range(0, n, _MASKS):
-            some = np.arange(first, min(first + _MASKS, n))
-            mask = masks.gather_whole(0, some, None, None).reshape(len(some), tokens) != 0
-            made[some] = mask.sum(axis=1)
-            if not np.array_equal(mask, np.arange(tokens) < made[some][:, None]):
+            numbers = np.arange(first, min(first + _MASKS, n))
+            mask = masks.gather_whole(0, numbers, None, None).reshape(len(numbers), tokens) != 0
+            lengths[numbers] = mask.sum(axis=1)
+            if not np.array_equal(mask, np.arange(tokens) < lengths[numbers][:, None]):
                 return None  # padded on the left, or with gaps: a length would select the wrong tokens
-        return made
+        return lengths
 
     def contents(self) -> Contents:
         """The dataset's contents, for a store."""
         manifest, rows, columns = self.manifest, self.states(), self.columns
-        known = ("format_version", "seq_length", "shard_size", "split", "train_split", "input_data", "train_data_path")
+        provenance_fields = (
+            "format_version",
+            "seq_length",
+            "shard_size",
+            "split",
+            "train_split",
+            "input_data",
+            "train_data_path",
+        )
         value = manifest.fields.value
         model = value.get("target_model")
         n = manifest.num_examples
@@ -205,12 +213,13 @@ class StackedCache:
             columns=self.read,
             head_columns=columns.head,
             column_batches=columns.batches,
-            example_columns=lambda wanted, numbers: (
-                picked(self.read(wanted), numbers) if PROBS in wanted else columns.some(wanted, numbers)
+            example_columns=lambda names, numbers: (
+                picked(self.read(names), numbers) if PROBS in names else columns.some(names, numbers)
             ),
             files=lambda: [shard.place for shard in self.shards],
             model=model if isinstance(model, str) else None,
-            provenance={"kind": manifest.kind} | {name: value[name] for name in known if value.get(name) is not None},
+            provenance={"kind": manifest.kind}
+            | {name: value[name] for name in provenance_fields if value.get(name) is not None},
             extras=("target distribution",) if manifest.kind == "eagle3" else (),
             tokens_each=manifest.tokens,
             content_lengths=self.lengths,

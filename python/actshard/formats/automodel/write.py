@@ -42,7 +42,7 @@ class AutomodelTarget(TokenTarget):
     """Writes a DSpark cache. Layers are integers, and the last hidden state."""
 
     format: ClassVar[str] = "automodel"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "shard_size": f"samples per shard (default: {_SHARD_SIZE})",
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "layer_ids": "target_layer_ids of the other layers (default: their names)",
@@ -86,9 +86,9 @@ class AutomodelTarget(TokenTarget):
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, tuple(DTYPES.values()), "automodel", "")
 
-    def take_tokens(self, found: int) -> None:
+    def take_tokens(self, tokens: int) -> None:
         if self._tokens is None:
-            self._tokens = found
+            self._tokens = tokens
         if not self._tokens:
             raise ArgumentError("expected at least one token per example, found none")
 
@@ -107,8 +107,8 @@ class AutomodelTarget(TokenTarget):
             )
 
     def config(self) -> dict[str, Any]:
-        own = {"shard_size": self.shard_size, "last": self.last, "ids": self.ids, "pad": self.pad}
-        return {**super().config(), **own, "tokens": self._tokens, "examples": self.spec.num_examples}
+        options = {"shard_size": self.shard_size, "last": self.last, "ids": self.ids, "pad": self.pad}
+        return {**super().config(), **options, "tokens": self._tokens, "examples": self.spec.num_examples}
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
@@ -119,18 +119,18 @@ class AutomodelTarget(TokenTarget):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def _path(self, shard: int, *, done: bool) -> Path:
+    def _path(self, shard: int, *, is_complete: bool) -> Path:
         name = f"shard-{shard:06}.safetensors"
-        return self.root / (name if done else f".{name}.part")
+        return self.root / (name if is_complete else f".{name}.part")
 
-    def _found(self) -> list[tuple[int, bool, Path]]:
+    def _shards(self) -> list[tuple[int, bool, Path]]:
         """Complete and incomplete shards: number, whether the shard has its final name, path."""
-        made = []
+        shards = []
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            named = _SHARD.fullmatch(path.name)
-            if named is not None and path in (self._path(int(named[1]), done=x) for x in (True, False)):
-                made.append((int(named[1]), named[2] is None, path))
-        return made
+            match = _SHARD.fullmatch(path.name)
+            if match is not None and path in (self._path(int(match[1]), is_complete=x) for x in (True, False)):
+                shards.append((int(match[1]), match[2] is None, path))
+        return shards
 
     def _end(self, shard: int) -> int:
         """The number of the first example after a shard."""
@@ -141,13 +141,13 @@ class AutomodelTarget(TokenTarget):
         self.n = len(lengths)
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
-        for shard, done, path in self._found():
+        for shard, is_complete, path in self._shards():
             if shard * self.shard_size >= len(lengths):
                 path.unlink()
-            elif done and self._end(shard) > len(lengths):
-                rename(path, self._path(shard, done=False))  # its last examples were not committed
-            elif not done and self._end(shard) <= len(lengths):
-                rename(path, self._path(shard, done=True))
+            elif is_complete and self._end(shard) > len(lengths):
+                rename(path, self._path(shard, is_complete=False))  # its last examples were not committed
+            elif not is_complete and self._end(shard) <= len(lengths):
+                rename(path, self._path(shard, is_complete=True))
 
     def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         return np.arange(0, len(lengths), self.shard_size)
@@ -174,17 +174,21 @@ class AutomodelTarget(TokenTarget):
 
     def _header(self, n: int) -> tuple[bytes, dict[str, int], int]:
         """The header of a shard of n samples, the offset of each tensor in the file, and the file's size."""
-        tensors, at = self._manifest().tensors(n), 0
-        made: dict[str, dict[str, Any]] = {}
+        tensors, offset = self._manifest().tensors(n), 0
+        entries: dict[str, dict[str, Any]] = {}
         for name in sorted(tensors, key=lambda name: (_ORDER.index(tensors[name][1]), name)):
             shape, dtype = tensors[name]
-            end = at + int(np.prod(shape, dtype=np.int64)) * NUMPY_BY_NAME[dtype].itemsize
-            made[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
-            at = end
-        text = json.dumps(made, separators=(",", ":")).encode()
+            end = offset + int(np.prod(shape, dtype=np.int64)) * NUMPY_BY_NAME[dtype].itemsize
+            entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+            offset = end
+        text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
-        return header, {name: len(header) + each["data_offsets"][0] for name, each in made.items()}, len(header) + at
+        return (
+            header,
+            {name: len(header) + entry["data_offsets"][0] for name, entry in entries.items()},
+            len(header) + offset,
+        )
 
     def write(self, block: Block) -> None:
         assert block.columns is not None  # as check_count requires
@@ -192,10 +196,10 @@ class AutomodelTarget(TokenTarget):
         n, s, width = len(block), self._tokens, self.spec.d_model
         values = token_values(block.columns, self.token_types, self.n)
         counts = values[_IDS][1]
-        if block.own is not None:
-            check_counts(np.minimum(counts, s), block.own, _IDS, self.n)
-        for name, (_, each) in values.items():
-            check_counts(each, counts, name, self.n)
+        if block.unpadded_lengths is not None:
+            check_counts(np.minimum(counts, s), block.unpadded_lengths, _IDS, self.n)
+        for name, (_, column_counts) in values.items():
+            check_counts(column_counts, counts, name, self.n)
         ones = (np.ones(int(counts.sum()), np.int64), counts)
         states = block.memory.reshape(n, len(self.spec.layers), s, width).view(f"u{self.itemsize}")
         tensors = {
@@ -204,13 +208,13 @@ class AutomodelTarget(TokenTarget):
             _AUX: states[:, self.aux].transpose(0, 2, 1, 3),
             _LAST_STATES: states[:, self.last],
         }
-        self._put_tensors(n, {name: np.ascontiguousarray(each) for name, each in tensors.items()})
+        self._put_tensors(n, {name: np.ascontiguousarray(array) for name, array in tensors.items()})
         self.n += n
 
     def _put_tensors(self, n: int, tensors: Mapping[str, NDArray[Any]]) -> None:
         """Writes stacked tensors of the next n samples to the shards that hold them."""
-        sources = [each.reshape(-1).view(np.uint8) for each in tensors.values()]
-        steps = [each.nbytes // n for each in tensors.values()]
+        sources = [array.reshape(-1).view(np.uint8) for array in tensors.values()]
+        steps = [array.nbytes // n for array in tensors.values()]
         files: list[tuple[Path, int]] = []
         pieces: list[tuple[int, int, int, int, int]] = []
         first = self.n
@@ -225,42 +229,46 @@ class AutomodelTarget(TokenTarget):
                 pieces.append(
                     (k, (first - self.n) * step, (last - first) * step, len(files), starts[name] + row * step)
                 )
-            files.append((self._path(shard, done=False), size))
+            files.append((self._path(shard, is_complete=False), size))
             self._dirty.add(shard)
             first = last
         self.put(sources, files, pieces)
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        return [self._path(shard, done=False) for shard in sorted(self._dirty)], {}
+        return [self._path(shard, is_complete=False) for shard in sorted(self._dirty)], {}
 
     def committed(self) -> None:
         for shard in sorted(self._dirty):
             if self._end(shard) <= self.n:
-                rename(self._path(shard, done=False), self._path(shard, done=True))
+                rename(self._path(shard, is_complete=False), self._path(shard, is_complete=True))
         sync_folders([self.root])
         self._dirty.clear()
 
     def finish(self, examples: AllExamples) -> None:
         self.forget(examples.lengths)
         manifest = self._manifest()
-        found = [number for number, done, _ in self._found() if done]
-        if found != list(range(manifest.num_shards)):
-            raise FormatError(f"expected shards 0 to {manifest.num_shards - 1}, found {found[:12]}", path=self.root)
+        numbers = [number for number, is_complete, _ in self._shards() if is_complete]
+        if numbers != list(range(manifest.num_shards)):
+            raise FormatError(f"expected shards 0 to {manifest.num_shards - 1}, found {numbers[:12]}", path=self.root)
         sync_folders([self.root])
         # As Automodel writes it: sorted keys, two spaces.
         write_bytes(self.root / MANIFEST, json.dumps(manifest.fields.value, indent=2, sort_keys=True).encode())
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
-        each = 16 + len(self.spec.layers) * row
+        token_bytes = 16 + len(self.spec.layers) * row
         shards = -(-len(tokens) // self.shard_size)
-        return shards, shards + 1, len(tokens) * (self._tokens or int(tokens.max(initial=0))) * each + 400 * shards
+        return (
+            shards,
+            shards + 1,
+            len(tokens) * (self._tokens or int(tokens.max(initial=0))) * token_bytes + 400 * shards,
+        )
 
 
 def _padded(values: NDArray[Any], counts: NDArray[np.int64], tokens: int, pad: int) -> NDArray[np.int64]:
     """Values of examples as ``(n, tokens)``, padded on the right, or cut."""
-    made = np.full((len(counts), tokens), pad, np.int64)
-    place = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
-    kept = place < tokens
-    made[np.repeat(np.arange(len(counts)), counts)[kept], place[kept]] = values[kept]
-    return made
+    padded = np.full((len(counts), tokens), pad, np.int64)
+    positions = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
+    is_kept = positions < tokens
+    padded[np.repeat(np.arange(len(counts)), counts)[is_kept], positions[is_kept]] = values[is_kept]
+    return padded

@@ -28,8 +28,8 @@ def share_of(
     """First token and number of rows of a rank's states: contiguous shares, or chunks from both ends."""
     if ranks > 1 and split == "head-tail":
         return np.zeros_like(tokens), 2 * -(-tokens // (2 * ranks))
-    base, more = tokens // ranks, tokens % ranks
-    return rank * base + np.minimum(rank, more), base + (rank < more)
+    base, remainder = tokens // ranks, tokens % ranks
+    return rank * base + np.minimum(rank, remainder), base + (rank < remainder)
 
 
 class _Spans:
@@ -51,23 +51,23 @@ class _Spans:
         every = every[np.lexsort((every[:, 1], every[:, 0]))]
         for number, (shard, size) in enumerate(zip(shards, sizes, strict=True)):
             a, b = np.searchsorted(every[:, 0], [number, number + 1])
-            here = every[a:b]
-            ends = np.maximum.accumulate(here[:, 2]) if len(here) else here[:, 2]
+            spans = every[a:b]
+            ends = np.maximum.accumulate(spans[:, 2]) if len(spans) else spans[:, 2]
             covered = np.concatenate([[0], ends])
-            begins = np.concatenate([here[:, 1], [size if size < LOST else covered[-1]]])
+            begins = np.concatenate([spans[:, 1], [size if size < LOST else covered[-1]]])
             for i in np.flatnonzero(begins[:-1] < covered[:-1])[:_SHOWN].tolist():
-                other = here[int(np.argmax(here[:i, 2]))]
+                owner = spans[int(np.argmax(spans[:i, 2]))]
                 report.add(
                     "address-overlap",
-                    indexes[int(here[i, 4])],
-                    f"bytes {here[i, 1]} to {here[i, 2]} of {shard.name}; example {other[3]} has bytes {other[1]} to {other[2]}",
+                    indexes[int(spans[i, 4])],
+                    f"bytes {spans[i, 1]} to {spans[i, 2]} of {shard.name}; example {owner[3]} has bytes {owner[1]} to {owner[2]}",
                     "separate bytes for every example",
-                    f"record {here[i, 3]}, byte {here[i, 3] * record}",
+                    f"record {spans[i, 3]}, byte {spans[i, 3] * record}",
                 )
             unused = int(np.maximum(begins - covered, 0).sum())
             if unused:
-                at = int(covered[int(np.argmax(begins > covered))])
-                report.add("layout", shard, f"{unused} bytes that belong to no example", place=f"byte {at}")
+                offset = int(covered[int(np.argmax(begins > covered))])
+                report.add("layout", shard, f"{unused} bytes that belong to no example", place=f"byte {offset}")
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
@@ -88,9 +88,9 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         with report.noting(root):
             _check_tokens(cache, report)
     if root.lists:
-        listed = {*manifest.shard_names, *manifest.index_names}
+        listed_names = {*manifest.shard_names, *manifest.index_names}
         for entry in (*root.entries("shard-*.bin"), *root.entries("samples*.idx")):
-            if entry.name not in listed:
+            if entry.name not in listed_names:
                 report.add("unlisted-file", root / entry.name, "a file that the manifest does not list")
 
 
@@ -114,7 +114,7 @@ def _check_index(
     rank: int,
     manifest: Manifest,
     sizes: list[int],
-    others: NDArray[np.int64] | None,
+    other_lengths: NDArray[np.int64] | None,
     spans: _Spans,
     report: Report,
     tell: Tell,
@@ -126,18 +126,24 @@ def _check_index(
         tell("records", first, manifest.num_examples)
         lengths[first : first + len(records)] = records["seq_len"]
         fields = list(_expected(records, first, rank, manifest, sizes))
-        if others is not None:
-            same = others[first : first + len(records)]
+        if other_lengths is not None:
+            same = other_lengths[first : first + len(records)]
             fields.insert(0, ("seq_len", records["seq_len"] == same, same, "count-claim"))
         wrong = np.zeros(len(records), bool)
         for name, fits, expected, code in fields:
             for i in np.flatnonzero(~fits & ~wrong).tolist():
                 shown[name] = shown.get(name, 0) + 1
                 if shown[name] <= _SHOWN:
-                    at = first + i
-                    byte = at * manifest.record_bytes + RECORDS[manifest.record_bytes].fields[name][1]  # type: ignore[index]  # None only for plain types
-                    wanted = expected if isinstance(expected, str) else str(expected[i])
-                    report.add(code, index, int(records[name][i]), wanted, f"record {at}, byte {byte}, field '{name}'")
+                    number = first + i
+                    byte = number * manifest.record_bytes + RECORDS[manifest.record_bytes].fields[name][1]  # type: ignore[index]  # None only for plain types
+                    expected_text = expected if isinstance(expected, str) else str(expected[i])
+                    report.add(
+                        code,
+                        index,
+                        int(records[name][i]),
+                        expected_text,
+                        f"record {number}, byte {byte}, field '{name}'",
+                    )
             wrong |= ~fits
         begin = records["input_ids_offset"].astype(np.int64)
         end = begin + _bytes(records, rank, manifest)
@@ -146,13 +152,13 @@ def _check_index(
             shown["end"] = shown.get("end", 0) + 1
             if shown["end"] <= _SHOWN:
                 shard = index.parent / manifest.shard_names[int(records["shard_id"][i])]
-                wanted = f"{end[i]} bytes, where example {first + i} ends"
-                report.add("truncated", shard, f"{room[i]} bytes", wanted, f"byte {room[i]}")
+                expected_text = f"{end[i]} bytes, where example {first + i} ends"
+                report.add("truncated", shard, f"{room[i]} bytes", expected_text, f"byte {room[i]}")
         # Also records with wrong offsets: their tensors may overlap bytes of other examples.
         begin, end = _extent(records, rank, manifest)
         for run in _runs((records["shard_id"] < len(sizes)) & (end <= room)):
             spans.add(rank, first + run.start, records["shard_id"][run], begin[run], end[run])
-    return lengths if others is None else others
+    return lengths if other_lengths is None else other_lengths
 
 
 def _runs(flags: NDArray[np.bool_]) -> Iterator[slice]:
@@ -166,8 +172,8 @@ def _bytes(records: NDArray[Any], rank: int, manifest: Manifest) -> NDArray[np.i
     tokens = records["seq_len"].astype(np.int64)
     _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
     rows = manifest.row_bytes * (len(manifest.layer_ids) + manifest.last)
-    made: NDArray[np.int64] = tokens * TOKEN_BYTES + count * rows
-    return made
+    sizes: NDArray[np.int64] = tokens * TOKEN_BYTES + count * rows
+    return sizes
 
 
 def _expected(
@@ -180,17 +186,17 @@ def _expected(
     yield "shard_id", records["shard_id"] < len(sizes), f"a shard, 0 to {len(sizes) - 1}", "address-out-of-range"
     tokens = records["seq_len"].astype(np.int64)
     start, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
-    for name, wanted in (("context_start", start), ("context_len", count)):
+    for name, expected in (("context_start", start), ("context_len", count)):
         if name in (records.dtype.names or ()):
-            yield name, records[name] == wanted, wanted, "format"
+            yield name, records[name] == expected, expected, "format"
     # Compared as floats, because a malicious length would overflow 64 bits. The integers below then cannot overflow.
-    inside = records["input_ids_offset"].astype(np.float64) + _float_bytes(records, rank, manifest) < 2.0**62
-    yield "input_ids_offset", inside, "an example that ends below byte 2^62", "address-out-of-range"
-    at = np.where(inside, records["input_ids_offset"], 0).astype(np.int64)
+    in_range = records["input_ids_offset"].astype(np.float64) + _float_bytes(records, rank, manifest) < 2.0**62
+    yield "input_ids_offset", in_range, "an example that ends below byte 2^62", "address-out-of-range"
+    offsets = np.where(in_range, records["input_ids_offset"], 0).astype(np.int64)
     lengths = (4 * tokens, tokens, tokens, count * manifest.row_bytes * len(manifest.layer_ids))
     for name, length in zip(OFFSETS[1:], lengths, strict=True):
-        at = at + np.where(inside, length, 0)
-        yield name, records[name] == at.astype(np.uint64), at, "format"
+        offsets = offsets + np.where(in_range, length, 0)
+        yield name, records[name] == offsets.astype(np.uint64), offsets, "format"
 
 
 def _extent(records: NDArray[Any], rank: int, manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -202,17 +208,17 @@ def _extent(records: NDArray[Any], rank: int, manifest: Manifest) -> tuple[NDArr
     begin = np.full(len(records), 1 << 62, np.int64)
     end = np.zeros(len(records), np.int64)
     for name, length in zip(OFFSETS, lengths, strict=True):
-        inside = records[name] < 1 << 61
-        at = np.where(inside, records[name], 0).astype(np.int64)
-        begin = np.where(inside, np.minimum(begin, at), begin)
-        end = np.maximum(end, np.where(inside & (length < 1 << 61) & (length >= 0), at + length, 1 << 62))
+        in_range = records[name] < 1 << 61
+        offsets = np.where(in_range, records[name], 0).astype(np.int64)
+        begin = np.where(in_range, np.minimum(begin, offsets), begin)
+        end = np.maximum(end, np.where(in_range & (length < 1 << 61) & (length >= 0), offsets + length, 1 << 62))
     return begin, end
 
 
 def _float_bytes(records: NDArray[Any], rank: int, manifest: Manifest) -> NDArray[np.float64]:
     tokens = records["seq_len"].astype(np.int64)
     _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
-    made: NDArray[np.float64] = tokens * float(TOKEN_BYTES) + count * (
+    sizes: NDArray[np.float64] = tokens * float(TOKEN_BYTES) + count * (
         float(manifest.row_bytes) * (len(manifest.layer_ids) + manifest.last)
     )
-    return made
+    return sizes

@@ -29,8 +29,8 @@ class DeepspecCarrying(Carrying):
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        given = {name: value for name, value in metadata.items() if name not in _OF_FILES}
+        kept_metadata = {name: value for name, value in metadata.items() if name not in _OF_FILES}
         if metadata.get("version") not in (3, 4):
-            return given, {}
+            return kept_metadata, {}
         record = metadata.get("index_record_size")
-        return given, {"version": 4, **({"index_record_size": record} if record in (60, 64) else {})}
+        return kept_metadata, {"version": 4, **({"index_record_size": record} if record in (60, 64) else {})}

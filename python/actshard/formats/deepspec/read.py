@@ -49,8 +49,8 @@ def _writing(path: Location) -> list[str]:
     folder = path / TEMPORARY
     if folder.kind() != "folder":
         return []
-    found = [entry.name for entry in folder.entries("rank_*", limit=_FEW)]
-    return [name for name in found if (folder / name / "samples.local.idx").kind() == "file"]
+    names = [entry.name for entry in folder.entries("rank_*", limit=_FEW)]
+    return [name for name in names if (folder / name / "samples.local.idx").kind() == "file"]
 
 
 def check_whole(path: Location) -> None:
@@ -101,11 +101,11 @@ class TargetCache:
                 self.ranks.append((rank, index))
 
     def _check_index(self, index: Location) -> None:
-        found, manifest = index.regular().size, self.manifest
-        if found != manifest.index_size():
+        size, manifest = index.regular().size, self.manifest
+        if size != manifest.index_size():
             raise FormatError(
                 f"expected {manifest.index_size()} bytes ({manifest.num_examples} records of {manifest.record_bytes}), "
-                f"found {found}",
+                f"found {size}",
                 path=index,
                 code="count-claim",
             )
@@ -138,7 +138,14 @@ class TargetCache:
         manifest = self.manifest
         rows, columns = self.native(options)
         token_columns = TokenColumns(columns, manifest.num_examples, self.path.place)
-        known = ("version", "chat_template", "max_length", "min_loss_tokens", "git_sha", "source_jsonl_paths")
+        provenance_fields = (
+            "version",
+            "chat_template",
+            "max_length",
+            "min_loss_tokens",
+            "git_sha",
+            "source_jsonl_paths",
+        )
         model = manifest.value.get("target_model_name_or_path")
         return Contents(
             format="deepspec",
@@ -158,7 +165,7 @@ class TargetCache:
             example_columns=token_columns.some,
             files=lambda: [shard.place for shard in self.shards],
             model=model if isinstance(model, str) else None,
-            provenance={name: manifest.value[name] for name in known if name in manifest.value},
+            provenance={name: manifest.value[name] for name in provenance_fields if name in manifest.value},
             warnings=tuple(_repeated(manifest.layer_ids)),
         )
 

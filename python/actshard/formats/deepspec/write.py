@@ -57,7 +57,7 @@ class DeepspecTarget(TokenTarget):
     """Writes a target cache. Layers are integers, ascending, and the last hidden state."""
 
     format: ClassVar[str] = "deepspec"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "version": "2 (default), or 4, the fork's version, in which last hidden states are optional",
         "index_record_size": "for version 4: 64 (default) or 60",
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
@@ -90,17 +90,18 @@ class DeepspecTarget(TokenTarget):
 
     @classmethod
     def conversion_options(
-        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
     ) -> dict[str, Any]:
-        kept = {} if "version" in asked else own  # the source's record size is valid only for its version
-        return {**kept, **asked}
+        # The source's record size is valid only for its version.
+        implied_options = {} if "version" in user_options else source_options
+        return {**implied_options, **user_options}
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, ("BF16",), "deepspec", ", as DeepSpec's reader does")
 
     def config(self) -> dict[str, Any]:
-        made = {"version": self.version, "record": self.record, "ids": self.ids, "last": self.last}
-        return {**super().config(), **made, "shard_bytes": self.spec.shard_bytes}
+        options = {"version": self.version, "record": self.record, "ids": self.ids, "last": self.last}
+        return {**super().config(), **options, "shard_bytes": self.spec.shard_bytes}
 
     @property
     def most(self) -> int:
@@ -109,8 +110,8 @@ class DeepspecTarget(TokenTarget):
 
     def example_bytes(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Bytes of examples."""
-        made: NDArray[np.int64] = tokens * (TOKEN_BYTES + len(self.spec.layers) * self.spec.d_model * ITEMSIZE)
-        return made
+        sizes: NDArray[np.int64] = tokens * (TOKEN_BYTES + len(self.spec.layers) * self.spec.d_model * ITEMSIZE)
+        return sizes
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
@@ -131,8 +132,8 @@ class DeepspecTarget(TokenTarget):
             if path.exists() and path.stat().st_size > size:
                 os.truncate(path, size)
         for path in self.root.glob("shard-*.bin"):
-            named = _SHARD.fullmatch(path.name)
-            if named is not None and int(named[1]) > self.shard:
+            match = _SHARD.fullmatch(path.name)
+            if match is not None and int(match[1]) > self.shard:
                 path.unlink()
 
     def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -141,12 +142,12 @@ class DeepspecTarget(TokenTarget):
     def _offsets(self, lengths: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Each example's shard, and its offset in the shard."""
         shards, offsets = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
-        shard = at = 0
+        shard = offset = 0
         for i, size in enumerate(self.example_bytes(lengths[:, 0]).tolist()):
-            if at and at + size > self.most:
-                shard, at = shard + 1, 0
-            shards[i], offsets[i] = shard, at
-            at += size
+            if offset and offset + size > self.most:
+                shard, offset = shard + 1, 0
+            shards[i], offsets[i] = shard, offset
+            offset += size
         return shards, offsets
 
     def states_at(
@@ -167,15 +168,15 @@ class DeepspecTarget(TokenTarget):
     def write(self, block: Block) -> None:
         tokens, per_token = self.tokens_of(block)
         sizes = self.example_bytes(tokens)
-        buffer, firsts = self._packed(block, tokens, per_token, sizes)
-        records, pieces, files = self._placed(tokens, sizes, firsts)
+        buffer, firsts = self._pack_examples(block, tokens, per_token, sizes)
+        records, pieces, files = self._place_examples(tokens, sizes, firsts)
         pieces.append((1, 0, records.nbytes, len(files), self.n * self.record_bytes))
         files.append((self.index, 0))
         self.put([buffer, records.view(np.uint8)], files, pieces)
         self._dirty |= {path for path, _ in files}
         self.n += len(block)
 
-    def _packed(
+    def _pack_examples(
         self,
         block: Block,
         tokens: NDArray[np.int64],
@@ -187,12 +188,12 @@ class DeepspecTarget(TokenTarget):
         firsts = np.concatenate([[0], np.cumsum(sizes)])
         buffer = np.empty(int(firsts[-1]), np.uint8)
         memory, starts = block.memory.view(np.uint16), block.starts
-        at = np.concatenate([[0], np.cumsum(tokens)]).tolist()
+        bounds = np.concatenate([[0], np.cumsum(tokens)]).tolist()
         for i, (s, first) in enumerate(zip(tokens.tolist(), firsts.tolist(), strict=False)):
-            here = slice(at[i], at[i + 1])
+            span = slice(bounds[i], bounds[i + 1])
             for name, size, begin in zip(COLUMNS, (4, 1, 1), (0, 4 * s, 5 * s), strict=True):
                 into = buffer[first + begin : first + begin + size * s]
-                into[:] = per_token[name][0][here].view(np.uint8) if name in per_token else 1
+                into[:] = per_token[name][0][span].view(np.uint8) if name in per_token else 1
             body = buffer[first + TOKEN_BYTES * s : first + int(sizes[i])].view(np.uint16)
             states = body[: s * layers * width].reshape(s, layers, width)
             for k, layer in enumerate(self.aux):
@@ -203,7 +204,7 @@ class DeepspecTarget(TokenTarget):
                 ]
         return buffer, firsts
 
-    def _placed(
+    def _place_examples(
         self, tokens: NDArray[np.int64], sizes: NDArray[np.int64], firsts: NDArray[np.int64]
     ) -> tuple[NDArray[Any], list[tuple[int, int, int, int, int]], list[tuple[Path, int]]]:
         """Records of examples, and the pieces to write: one piece per shard."""
@@ -228,8 +229,8 @@ class DeepspecTarget(TokenTarget):
             records["context_len"] = tokens
         states = tokens * len(self.ids) * self.spec.d_model * ITEMSIZE
         ends = records["input_ids_offset"].astype(np.int64)
-        for name, more in zip(OFFSETS[1:], (4 * tokens, tokens, tokens, states), strict=True):
-            ends = ends + more
+        for name, column_bytes in zip(OFFSETS[1:], (4 * tokens, tokens, tokens, states), strict=True):
+            ends = ends + column_bytes
             records[name] = ends
         return records, pieces, files
 
@@ -242,9 +243,9 @@ class DeepspecTarget(TokenTarget):
     def finish(self, examples: AllExamples) -> None:
         self.forget(examples.lengths)
         _native.sync_files([self.index, self._shard(self.shard)])
-        found = self.index.stat().st_size
-        if found != len(examples) * self.record_bytes:
-            raise FormatError(f"expected {len(examples)} records, found {found} bytes", path=self.index)
+        size = self.index.stat().st_size
+        if size != len(examples) * self.record_bytes:
+            raise FormatError(f"expected {len(examples)} records, found {size} bytes", path=self.index)
         sync_folders([self.root])
         # As DeepSpec writes it: sorted keys, two spaces.
         text = json.dumps(self.manifest(len(examples)), indent=2, sort_keys=True)
@@ -252,7 +253,7 @@ class DeepspecTarget(TokenTarget):
 
     def manifest(self, n: int) -> dict[str, Any]:
         """Contents of manifest.json for n examples."""
-        made: dict[str, Any] = {
+        manifest: dict[str, Any] = {
             **self.spec.metadata,
             **DTYPES,
             "version": self.version,
@@ -264,19 +265,19 @@ class DeepspecTarget(TokenTarget):
             "shards": [{"shard_id": k, "file_name": self._shard(k).name} for k in range(self.shard + 1)],
         }
         if self.version > 2:
-            made |= {
+            manifest |= {
                 "cache_context_parallel_size": 1,
                 "context_layout": "contiguous",
                 "index_files": [self.index.name],
                 "stores_target_last_hidden_states": self.last is not None,
             }
-        return made
+        return manifest
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         shards, size = 1, 0
-        for each in self.example_bytes(tokens).tolist():
-            if size and size + each > self.most:
+        for example_bytes in self.example_bytes(tokens).tolist():
+            if size and size + example_bytes > self.most:
                 shards, size = shards + 1, 0
-            size += each
+            size += example_bytes
         total = int(self.example_bytes(tokens).sum()) + len(tokens) * self.record_bytes
         return shards, shards + 2, total

@@ -17,7 +17,7 @@ class EagleTarget(DraftTarget):
 
     format: ClassVar[str] = "eagle"
     reads_all_files: ClassVar[bool] = True
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
     }
     kinds: ClassVar[Mapping[str, DraftKind]] = {

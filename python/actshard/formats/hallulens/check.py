@@ -41,25 +41,25 @@ def check(root: Location, report: Report, tell: Tell) -> None:
             f"a row of {short}.npy, 0 to {rows[short] - 1}",
             f"line {sample.number}, field 'sample_index'",
         )
-    inside = [sample for sample in samples if fewest is None or sample.row < fewest]
+    stored_samples = [sample for sample in samples if fewest is None or sample.row < fewest]
     for name in ("prompt_len", "response_len"):
         if name in rows:
-            _check_lengths(root, arrays[name], inside, report)
+            _check_lengths(root, arrays[name], stored_samples, report)
     _check_results(root, len(samples), report)
 
 
 def _check_lengths(root: Location, array: SampleArray, samples: list[Sample], report: Report) -> None:
     """Checks that an array of lengths equals the lengths in meta.jsonl."""
     with report.noting(array.path):
-        found = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()
-        listed = [getattr(sample, array.name) for sample in samples]
-        differ = [i for i, (a, b) in enumerate(zip(found, listed, strict=True)) if a != b]
+        stored_lengths = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()
+        listed_lengths = [getattr(sample, array.name) for sample in samples]
+        differ = [i for i, (a, b) in enumerate(zip(stored_lengths, listed_lengths, strict=True)) if a != b]
         for i in differ[:_SHOWN]:
             report.add(
                 "count-claim",
                 root / "meta.jsonl",
-                listed[i],
-                f"{found[i]} as in {array.path.name}",
+                listed_lengths[i],
+                f"{stored_lengths[i]} as in {array.path.name}",
                 f"line {samples[i].number}, field '{array.name}'",
             )
 

@@ -95,17 +95,17 @@ class SampleArray:
 
     def read(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
         """Reads rows by number: ``(n, *shape)``, a new array. One read per run of consecutive rows."""
-        made = np.empty((len(numbers), *self.shape), self.dtype)
-        if not made.nbytes:
-            return made
-        flat = made.reshape(len(numbers), -1).view(np.uint8)
+        values = np.empty((len(numbers), *self.shape), self.dtype)
+        if not values.nbytes:
+            return values
+        flat = values.reshape(len(numbers), -1).view(np.uint8)
         starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
-        _check_sparse(self.path, self._stat(), made.nbytes)
+        _check_sparse(self.path, self._stat(), values.nbytes)
         runs = zip(starts, [*starts[1:], len(numbers)], strict=True)
         self.path.fill(
             (int(numbers[first]) * self.row_bytes, flat[first:last].reshape(-1).data) for first, last in runs
         )
-        return made
+        return values
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Config:
         fields = Fields(read_json(path / "config.json"), path / "config.json", faults=faults)
         if fields.text("storage_format") != STORAGE:
             raise fields.error("storage_format", f'"{STORAGE}"')
-        made = cls(
+        config = cls(
             fields,
             blocks=fields.integer("num_layers"),
             width=fields.integer("hidden_dim"),
@@ -141,12 +141,13 @@ class Config:
         )
         fields.check()
         if any(
-            size >= 1 << 31 for size in (made.blocks, made.width, made.prompt, made.response, made.attended, made.top)
+            size >= 1 << 31
+            for size in (config.blocks, config.width, config.prompt, config.response, config.attended, config.top)
         ):
             raise FormatError("expected sizes below 2^31", path=fields.path)
-        if any(array.row_bytes * max(made.allocated, 1) >= 1 << 62 for array in made.arrays(path).values()):
+        if any(array.row_bytes * max(config.allocated, 1) >= 1 << 62 for array in config.arrays(path).values()):
             raise FormatError("expected array sizes below 2^62 bytes", path=fields.path)
-        return made
+        return config
 
     @property
     def layers(self) -> int:
@@ -173,8 +174,8 @@ class Config:
     @property
     def skipped(self) -> frozenset[str]:
         """File names that a merge declares as omitted."""
-        named = self.fields.value.get("_skipped_arrays")
-        return frozenset(x for x in named if isinstance(x, str)) if isinstance(named, list) else frozenset()
+        names = self.fields.value.get("_skipped_arrays")
+        return frozenset(x for x in names if isinstance(x, str)) if isinstance(names, list) else frozenset()
 
 
 def lines(path: Location, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -185,10 +186,10 @@ def lines(path: Location, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]
     Raises:
         FormatError: any other line is not a JSON object.
     """
-    found = read_lines(path)
+    iterator = read_lines(path)
     while True:
         try:
-            line = next(found, None)
+            line = next(iterator, None)
         except FormatError as error:
             if error.offset is None or not _is_last(path, error.offset):
                 raise
@@ -232,21 +233,21 @@ def _scores(path: Location, blocks: int) -> NDArray[np.float32]:
         start = file.tell()
     if len(shape) != 2 or shape[1] != blocks or dtype != np.float32 or fortran:
         raise FormatError(f"expected (rows, {blocks}) float32 in C order, found {shape} {dtype}", path=path)
-    found, size = path.regular("read"), start + math.prod(shape) * 4
-    if found.size != size:
+    stat, size = path.regular("read"), start + math.prod(shape) * 4
+    if stat.size != size:
         raise FormatError(
-            f"expected {size} bytes by its header, found {found.size}; concatenated .npy files are unsupported",
+            f"expected {size} bytes by its header, found {stat.size}; concatenated .npy files are unsupported",
             path=path,
             offset=start,
         )
-    _check_sparse(path, found, size)
-    made = np.empty(size - start, np.uint8)
-    path.fill([(start, made.data)])
-    return made.view("<f4").reshape(shape)
+    _check_sparse(path, stat, size)
+    buffer = np.empty(size - start, np.uint8)
+    path.fill([(start, buffer.data)])
+    return buffer.view("<f4").reshape(shape)
 
 
-def _check_sparse(path: Location, found: Stat, wanted: int) -> None:
-    if wanted > max(_MODEST, 64 * found.stored):
+def _check_sparse(path: Location, stat: Stat, size: int) -> None:
+    if size > max(_MODEST, 64 * stat.stored):
         raise FormatError(
-            f"expected data, found a sparse file: {wanted} bytes with {found.stored} stored on disk", path=path
+            f"expected data, found a sparse file: {size} bytes with {stat.stored} stored on disk", path=path
         )

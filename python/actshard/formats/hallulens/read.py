@@ -169,9 +169,10 @@ class Capture:
         """Number of rows of an array. Raises FormatError if it lacks rows of some samples."""
         rows = array.rows(self.config.allocated)
         if len(self.numbers) and self.numbers.max() >= rows:
-            at = self.samples[int(self.numbers.argmax())]
+            sample = self.samples[int(self.numbers.argmax())]
             raise FormatError(
-                f"line {at.number}: field 'sample_index': expected a row of {array.path.name}, 0 to {rows - 1}, found {at.row}",
+                f"line {sample.number}: field 'sample_index': expected a row of {array.path.name}, 0 to {rows - 1}, "
+                f"found {sample.row}",
                 path=self.path / "meta.jsonl",
                 code="address-out-of-range",
             )
@@ -180,14 +181,14 @@ class Capture:
     @cached_property
     def prompt_tokens(self) -> NDArray[np.uint32]:
         """Number of prompt rows stored per example."""
-        each = [min(sample.prompt_len, self.config.prompt) for sample in self.samples]
-        return np.array(each, np.uint32)
+        tokens = [min(sample.prompt_len, self.config.prompt) for sample in self.samples]
+        return np.array(tokens, np.uint32)
 
     @cached_property
     def response_tokens(self) -> NDArray[np.uint32]:
         """Number of response rows stored per example."""
-        each = [min(sample.response_len, self.config.response) for sample in self.samples]
-        return np.array(each, np.uint32)
+        tokens = [min(sample.response_len, self.config.response) for sample in self.samples]
+        return np.array(tokens, np.uint32)
 
     def native(self, options: Options) -> Rows | None:
         """Rows of examples: prompt rows, then response rows, from the arrays that exist; None if neither does."""
@@ -199,9 +200,9 @@ class Capture:
         ):
             if name in self.arrays:
                 array = self.arrays[name]
-                each = self.config.layers * room
-                parts.append((len(files), self.numbers.astype(np.uint64) * np.uint64(each), tokens, room))
-                files.append((array.path, 0, self._check_rows(array) * each, False))
+                rows_per_sample = self.config.layers * room
+                parts.append((len(files), self.numbers.astype(np.uint64) * np.uint64(rows_per_sample), tokens, room))
+                files.append((array.path, 0, self._check_rows(array) * rows_per_sample, False))
         if not files:
             return None
         return Rows.spans(
@@ -216,11 +217,11 @@ class Capture:
 
     def counts(self) -> NDArray[np.int64]:
         """Tokens stored per example, (n,) int64."""
-        made = np.zeros(len(self.samples), np.int64)
+        counts = np.zeros(len(self.samples), np.int64)
         for name, tokens in ((PROMPT, self.prompt_tokens), (RESPONSE, self.response_tokens)):
             if name in self.arrays:
-                made += tokens
-        return made
+                counts += tokens
+        return counts
 
     # -- columns ---------------------------------------------------------------------------------
 
@@ -274,8 +275,8 @@ class Capture:
             texts = "its text is" if lacking == 1 else "their texts are"
             text = f"generation.jsonl lacks lines for {many(lacking, 'committed prompt')}: {texts} null"
             self.warnings.append(Remark("claim", text))
-        own = {name for sample in self.samples for name in sample.line} | set(_OF_LINE)
-        return [name for name in names if name not in own]
+        line_columns = {name for sample in self.samples for name in sample.line} | set(_OF_LINE)
+        return [name for name in names if name not in line_columns]
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -285,60 +286,60 @@ class Capture:
         scores = [ICR] if self.scores is not None else []
         return (*lined, *self.text_names, *(name for name in (*small, *scores) if name not in lined))
 
-    def columns(self, wanted: Sequence[str], some: slice = slice(None)) -> pa.Table:
+    def columns(self, names: Sequence[str], span: slice = slice(None)) -> pa.Table:
         """Reads columns of some examples."""
         import pyarrow as pa
 
-        for name in wanted:
+        for name in names:
             if name == ICR and self._no_scores is not None:
                 raise FormatError(self._no_scores.detail, path=self._no_scores.path)
             if name not in self.names and not (name == ATTENTION and ATTENTION in self.arrays):
                 raise NotStoredError(f"has no column {name!r}; columns are {', '.join(self.names)}", path=self.path)
-        parts = [self._part(wanted, at) for at in self._batches(some)]
+        parts = [self._part(names, batch) for batch in self._batches(span)]
         if not parts:
-            return pa.table({name: pa.nulls(0) for name in wanted})
-        return table_of(list(wanted), parts)
+            return pa.table({name: pa.nulls(0) for name in names})
+        return table_of(list(names), parts)
 
-    def batches(self, wanted: Sequence[str]) -> Iterator[pa.Table]:
+    def batches(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """Reads columns of all examples in order, in batches."""
-        for at in self._batches(slice(None)):
-            yield self.columns(wanted, at)
+        for batch in self._batches(slice(None)):
+            yield self.columns(names, batch)
 
-    def _batches(self, some: slice) -> Iterator[slice]:
-        first, last, _ = some.indices(len(self.samples))
-        return (slice(at, min(at + _BATCH, last)) for at in range(first, last, _BATCH))
+    def _batches(self, span: slice) -> Iterator[slice]:
+        first, last, _ = span.indices(len(self.samples))
+        return (slice(start, min(start + _BATCH, last)) for start in range(first, last, _BATCH))
 
-    def _part(self, wanted: Sequence[str], some: slice) -> tuple[dict[str, Any], int]:
-        samples = self.samples[some]
-        made: dict[str, Any] = {}
-        for name in wanted:
+    def _part(self, names: Sequence[str], span: slice) -> tuple[dict[str, Any], int]:
+        samples = self.samples[span]
+        columns: dict[str, Any] = {}
+        for name in names:
             if name == ICR and self.scores is not None:
-                made[name] = _lists(self.scores[some])
+                columns[name] = _lists(self.scores[span])
             elif name in self.text_names:
                 lined = (self.generated.get(_hash_of(sample.line) or "", {}) for sample in samples)
-                made[name] = [line.get(name) for line in lined]
+                columns[name] = [line.get(name) for line in lined]
             elif name in self.arrays and not any(name in sample.line for sample in samples):
-                made[name] = self._array_column(self.arrays[name], some)
+                columns[name] = self._array_column(self.arrays[name], span)
             else:
-                made[name] = [sample.line.get(name) for sample in samples]
-        return made, len(samples)
+                columns[name] = [sample.line.get(name) for sample in samples]
+        return columns, len(samples)
 
-    def _array_column(self, array: SampleArray, some: slice) -> Any:
+    def _array_column(self, array: SampleArray, span: slice) -> Any:
         """Rows of an array without padding."""
         self._check_rows(array)
-        values = array.read(self.numbers[some])
+        values = array.read(self.numbers[span])
         if array.name == ATTENTION:
-            ends = np.minimum([s.response_len for s in self.samples[some]], self.config.attended)
+            ends = np.minimum([s.response_len for s in self.samples[span]], self.config.attended)
             return [row[:, :r, :r].astype(np.float32).tolist() for row, r in zip(values, ends.tolist(), strict=True)]
         tokens = self.prompt_tokens if array.name.startswith("prompt") else self.response_tokens
-        return _ragged(values, tokens[some].astype(np.int64))
+        return _ragged(values, tokens[span].astype(np.int64))
 
     def contents(self, options: Options) -> Contents:
         """The dataset's contents, for a store."""
         rows = self.native(options)
         value = self.config.fields.value
-        known = ("storage_format", "r_max", "max_prompt_len", "max_response_len")
-        provenance = {name: value[name] for name in known} | {"allocated": self.config.allocated}
+        provenance_fields = ("storage_format", "r_max", "max_prompt_len", "max_response_len")
+        provenance = {name: value[name] for name in provenance_fields} | {"allocated": self.config.allocated}
         if isinstance(value.get("_merged_from"), list):
             provenance["merged_from"] = len(value["_merged_from"])
         if PROMPT not in self.arrays:
@@ -357,7 +358,7 @@ class Capture:
             rows=rows,
             column_names=names,
             columns=self.columns,
-            head_columns=lambda wanted, n: self.columns(wanted, slice(0, n)),
+            head_columns=lambda requested_names, n: self.columns(requested_names, slice(0, n)),
             column_batches=self.batches,
             files=lambda: [self.arrays[name].path.place for name in (PROMPT, RESPONSE) if name in self.arrays],
             model=value["model_name"] if isinstance(value.get("model_name"), str) else None,
@@ -376,8 +377,8 @@ def open(path: Location, options: Options) -> Contents:
 
 def _hash_of(line: dict[str, Any]) -> str | None:
     """The key that joins lines of both journals."""
-    found = line.get("prompt_hash")
-    return found if isinstance(found, str) and found else None
+    digest = line.get("prompt_hash")
+    return digest if isinstance(digest, str) and digest else None
 
 
 def _lists(values: NDArray[Any]) -> pa.Array:

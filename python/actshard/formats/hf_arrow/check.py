@@ -29,24 +29,24 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     declared: Any = splits.get(split) if isinstance(splits, dict) else None
     n = declared.get("num_examples") if isinstance(declared, dict) else None
     if type(n) is int and n != directory.num_examples:
-        place = f"field 'splits.{split}.num_examples'"
+        field = f"field 'splits.{split}.num_examples'"
         report.add(
-            "count-claim", root / "dataset_info.json", n, f"{directory.num_examples}, as in the Arrow files", place
+            "count-claim", root / "dataset_info.json", n, f"{directory.num_examples}, as in the Arrow files", field
         )
 
 
-def _check_offsets(found: Directory, rows: Any, report: Report, tell: Tell) -> None:
+def _check_offsets(directory: Directory, rows: Any, report: Report, tell: Tell) -> None:
     """Reads a row of every batch, which checks all offsets of its lists."""
-    counts = found.counts()
+    counts = directory.counts()
     if rows is None:
         return
     first = 0
-    void = set(found.void().tolist())
-    batches = [(file.path, batch.rows) for file in found.files for batch in file.batches]
+    void = set(directory.void().tolist())
+    batches = [(file.path, batch.rows) for file in directory.files for batch in file.batches]
     for number, (path, n) in enumerate(batches):
         tell("batches", number, len(batches))
         filled = next((e for e in range(first, first + n) if counts[e] > 0 and e not in void), None)
-        for group in range(len(found.layers)) if filled is not None else ():
+        for group in range(len(directory.layers)) if filled is not None else ():
             with report.noting(path):
                 rows.gather(group, filled, 0, None, None)
         first += n

@@ -26,10 +26,10 @@ class HfArrowCarrying(Carrying):
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        made = _about(metadata)
-        return {k: v for k, v in made.items() if k not in TEXT_FIELDS or isinstance(v, str)}, {}
+        fields = _about(metadata)
+        return {k: v for k, v in fields.items() if k not in TEXT_FIELDS or isinstance(v, str)}, {}
 
 
 def _about(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    left = (*_OF_STATE, *FILE_FIELDS)
-    return {k: v for k, v in metadata.items() if k not in left and (v or k not in TEXT_FIELDS)}
+    omitted_fields = (*_OF_STATE, *FILE_FIELDS)
+    return {k: v for k, v in metadata.items() if k not in omitted_fields and (v or k not in TEXT_FIELDS)}

@@ -66,8 +66,8 @@ def feature_of(name: str, kind: pa.DataType) -> Any:
 
 def check_features(schema: pa.Schema, layers: Sequence[str]) -> None:
     """Raises ArgumentError for columns that an Arrow directory cannot store next to columns of these layers."""
-    if taken := sorted(set(layers) & set(schema.names)):
-        raise ArgumentError(f"columns: {taken[0]!r} is the name of a layer's column; rename one of them")
+    if conflicts := sorted(set(layers) & set(schema.names)):
+        raise ArgumentError(f"columns: {conflicts[0]!r} is the name of a layer's column; rename one of them")
     for name, dtype in without_arrow_type(schema).items():
         raise ArgumentError(f"columns: {name!r}: Arrow has no {dtype}; convert the values to float32")
     for field in schema:

@@ -54,10 +54,12 @@ class ArrowColumns:
 
     def features(self, columns: pa.Schema, tokens: int | None) -> dict[str, Any]:
         """The features of all columns. ``tokens``: tokens per example; None: examples differ."""
-        one = vector_feature(self.dtype.name, self.width)
+        feature = vector_feature(self.dtype.name, self.width)
         if not self.vectors:
-            one = array_feature(self.dtype.name, tokens, self.width)
-        return dict.fromkeys(self.names, one) | {field.name: feature_of(field.name, field.type) for field in columns}
+            feature = array_feature(self.dtype.name, tokens, self.width)
+        return dict.fromkeys(self.names, feature) | {
+            field.name: feature_of(field.name, field.type) for field in columns
+        }
 
     def schema(self, columns: pa.Schema, tokens: int | None) -> pa.Schema:
         """The schema as ``datasets`` writes it."""
@@ -74,9 +76,9 @@ class ArrowColumns:
 
     def header(self, columns: pa.Schema, tokens: int | None) -> bytes:
         """The schema's message. Its length depends only on the columns."""
-        made = self.schema(columns, tokens).serialize().to_pybytes()
+        message = self.schema(columns, tokens).serialize().to_pybytes()
         room = -(-len(self.schema(columns, _LONGEST).serialize()) // 8) * 8 + _MARGIN
-        return b"".join([made[:4], (room - 8).to_bytes(4, "little"), made[8:], bytes(room - len(made))])
+        return b"".join([message[:4], (room - 8).to_bytes(4, "little"), message[8:], bytes(room - len(message))])
 
     def batch(self, values: Sequence[NDArray[Any]], tokens: NDArray[np.int64], columns: pa.Table | None) -> memoryview:
         """A record batch's message: rows ``(sum of tokens, width)`` of each layer, and columns of the examples.
@@ -86,11 +88,11 @@ class ArrowColumns:
         import pyarrow as pa
 
         arrays = [self._array(of_layer, tokens) for of_layer in values]
-        others = pa.schema([]) if columns is None else columns.schema
+        column_schema = pa.schema([]) if columns is None else columns.schema
         if columns is not None:
             arrays += arrays_of(columns)
-        made = pa.RecordBatch.from_arrays(arrays, schema=self.schema(others, None))
-        return memoryview(made.serialize())
+        record_batch = pa.RecordBatch.from_arrays(arrays, schema=self.schema(column_schema, None))
+        return memoryview(record_batch.serialize())
 
     def _array(self, values: NDArray[Any], tokens: NDArray[np.int64]) -> pa.Array:
         import pyarrow as pa
@@ -125,12 +127,12 @@ def arrays_of(table: pa.Table) -> list[pa.Array]:
     """One array per column, with types from :func:`usual`."""
     import pyarrow as pa
 
-    made = []
+    arrays = []
     for column in table.columns:
-        of, kind = column.combine_chunks(), usual(column.type)
-        one = pa.concat_arrays(of.chunks) if isinstance(of, pa.ChunkedArray) else of
-        made.append(one if str(one.type) == str(kind) else one.cast(kind))
-    return made
+        combined, kind = column.combine_chunks(), usual(column.type)
+        array = pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
+        arrays.append(array if str(array.type) == str(kind) else array.cast(kind))
+    return arrays
 
 
 def same_types(a: pa.Schema, b: pa.Schema) -> bool:

@@ -12,7 +12,7 @@ from actshard.errors import ArgumentTypeError
 from actshard.location import Location
 
 
-def save(given: Any, folder: Location) -> None:
+def save(dataset: Any, folder: Location) -> None:
     """Writes a ``datasets.Dataset`` to a new folder.
 
     Raises:
@@ -20,15 +20,15 @@ def save(given: Any, folder: Location) -> None:
     """
     import datasets
 
-    if not isinstance(given, datasets.Dataset):
-        kind, remedy = type(given).__name__, "collect its rows in one first"
-        if isinstance(given, dict):
-            remedy = f"pass one of its splits: {', '.join(map(repr, given))}"
+    if not isinstance(dataset, datasets.Dataset):
+        kind, remedy = type(dataset).__name__, "collect its rows in one first"
+        if isinstance(dataset, dict):
+            remedy = f"pass one of its splits: {', '.join(map(repr, dataset))}"
         raise ArgumentTypeError(f"src: expected a datasets.Dataset, found {kind}; {remedy}")
     shown = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        given.save_to_disk(str(folder))
+        dataset.save_to_disk(str(folder))
     finally:
         if shown:
             datasets.enable_progress_bars()

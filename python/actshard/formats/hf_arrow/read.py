@@ -77,9 +77,9 @@ def _is_vectors(feature: Any, depth: int = 0) -> bool:
         return False
     if "feature" in feature:
         return depth < 3 and _is_vectors(feature["feature"], depth + 1)
-    listed = depth > 0 or str(feature.get("_type", "")).startswith("Array")
+    is_nested = depth > 0 or str(feature.get("_type", "")).startswith("Array")
     dtype = feature.get("dtype")
-    return listed and isinstance(dtype, str) and dtype in FLOATS
+    return is_nested and isinstance(dtype, str) and dtype in FLOATS
 
 
 def data_files(path: Location, state: Fields) -> list[Location]:
@@ -88,15 +88,15 @@ def data_files(path: Location, state: Fields) -> list[Location]:
     Raises:
         FormatError: a file is outside the folder, or listed twice.
     """
-    made: list[Location] = []
+    paths: list[Location] = []
     for entry in state.items("_data_files"):
         name = entry.text("filename")
         if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
             raise entry.error("filename", "the name of a file in this folder")
-        if path / name in made:
+        if path / name in paths:
             raise entry.error("filename", "a different file each")
-        made.append(path / name)
-    return made
+        paths.append(path / name)
+    return paths
 
 
 class Directory:
@@ -131,7 +131,7 @@ class Directory:
                     f"{UNFINISHED} is left over from a run: examples that are not listed in state.json are not read",
                 )
             )
-        self.files = faults.batch(data_files(path, self.state), _all_opened)
+        self.files = faults.batch(data_files(path, self.state), _open_all)
         self._check_alike()
         self.features = self._features()
         self.names: dict[str, Layer] = {}
@@ -160,106 +160,120 @@ class Directory:
 
     def _features(self) -> dict[str, Any]:
         """The features from dataset_info.json, or from the schemas of the Arrow files, which repeat them."""
-        found = self.info.get("features")
-        if isinstance(found, dict):
-            return found
+        features = self.info.get("features")
+        if isinstance(features, dict):
+            return features
         text = self.files[0].metadata.get("huggingface") if self.files else None
         if text is not None:
             try:
                 value = parse_json(text, self.files[0].path)
-                found = value["info"]["features"]
+                features = value["info"]["features"]
             except (ActshardError, KeyError, TypeError):
-                found = None  # a damaged copy is ignored: types are read from the columns
-        return found if isinstance(found, dict) else {}
+                features = None  # a damaged copy is ignored: types are read from the columns
+        return features if isinstance(features, dict) else {}
 
     def _choose(self, layout: Any) -> None:
         """Finds the columns that are layers, and their rows."""
         columns = self.files[0].columns if self.files else ()
-        candidates = [of for column in columns if (of := vectors_of(column, self.features)) is not None]
+        candidates = [vectors for column in columns if (vectors := vectors_of(column, self.features)) is not None]
         names = [column.name for column in columns]
         if len(set(names)) < len(names):
             raise FormatError("expected columns of different names", path=self.files[0].path)
-        wanted = named_in(layout, [of.column.name for of in candidates])
-        listed = (
-            self._listed(candidates)
-            if wanted is None
-            else [of for name in wanted for of in candidates if of.column.name == name]
+        requested_names = named_in(layout, [vectors.column.name for vectors in candidates])
+        selection = (
+            self._listed_columns(candidates)
+            if requested_names is None
+            else [vectors for name in requested_names for vectors in candidates if vectors.column.name == name]
         )
-        candidates = candidates if listed is None else listed
-        rank = rank_of if listed is None else lambda name: 1
-        best = max((rank(of.column.name) for of in candidates), default=0)
-        most = max((len(of.levels) for of in candidates if rank(of.column.name) == best), default=0)
-        known: dict[str, int] = {}
-        found: dict[str, list[Piece]] = {}
+        candidates = candidates if selection is None else selection
+        rank = rank_of if selection is None else lambda name: 1
+        best = max((rank(vectors.column.name) for vectors in candidates), default=0)
+        most = max((len(vectors.levels) for vectors in candidates if rank(vectors.column.name) == best), default=0)
+        widths: dict[str, int] = {}
+        column_pieces: dict[str, list[Piece]] = {}
         failed: list[FormatError] = []
-        for of in [of for of in candidates if len(of.levels) == most]:
+        for vectors in [vectors for vectors in candidates if len(vectors.levels) == most]:
             try:
-                found[of.column.name], width = self._pieces(of)
+                column_pieces[vectors.column.name], width = self._pieces(vectors)
             except FormatError as error:
-                if of.width is not None:
+                if vectors.width is not None:
                     raise
                 failed.append(error)  # lists of variable length: not a layer if other columns are
             else:
-                known[of.column.name] = width or 0
-        if failed and not found:
+                widths[vectors.column.name] = width or 0
+        if failed and not column_pieces:
             raise failed[0]
-        kinds = {of.column.name: kind_of(of, known[of.column.name]) for of in candidates if of.column.name in found}
+        kinds = {
+            vectors.column.name: kind_of(vectors, widths[vectors.column.name])
+            for vectors in candidates
+            if vectors.column.name in column_pieces
+        }
         chosen = choose(kinds, self.path, rank) if kinds else []
-        layers = [of for of in candidates if of.column.name in chosen]
-        others = [of for of in candidates if of.column.name not in chosen]
-        if listed is not None and others:
-            odd = ", ".join(of.column.name for of in others)
+        layers = [vectors for vectors in candidates if vectors.column.name in chosen]
+        other_vectors = [vectors for vectors in candidates if vectors.column.name not in chosen]
+        if selection is not None and other_vectors:
+            odd = ", ".join(vectors.column.name for vectors in other_vectors)
             what = f"expected columns of one kind, size and dtype, found {odd} next to {layers[0].column.name}"
-            if wanted is not None:
+            if requested_names is not None:
                 raise ArgumentError(f"layout: {what}")
             raise FormatError(f"field '{OWN}.columns': {what}", path=self.path / "dataset_info.json", code="metadata")
-        first = found[layers[0].column.name] if layers else []
-        for of in layers:
-            pieces = found[of.column.name]
+        first = column_pieces[layers[0].column.name] if layers else []
+        for vectors in layers:
+            pieces = column_pieces[vectors.column.name]
             if all(np.array_equal(a.lengths, b.lengths) for a, b in zip(first, pieces, strict=True)):
-                self.layers.append(of)
+                self.layers.append(vectors)
                 self.pieces.append(pieces)
             else:
-                others.append(of)
-        if others:
-            text = left_out([of.column.name for of in others], [of.column.name for of in self.layers])
+                other_vectors.append(vectors)
+        if other_vectors:
+            text = left_out(
+                [vectors.column.name for vectors in other_vectors], [vectors.column.name for vectors in self.layers]
+            )
             self.warnings.append(Remark("layout", text))
-        self.d_model = known[self.layers[0].column.name] if self.layers else 0
+        self.d_model = widths[self.layers[0].column.name] if self.layers else 0
         self._check_claims()
 
-    def _pieces(self, of: Vectors) -> tuple[list[Piece], int | None]:
+    def _pieces(self, vectors: Vectors) -> tuple[list[Piece], int | None]:
         """The rows of a column in all batches, and d_model if there are any."""
-        width = of.width
-        made: list[Piece] = []
+        width = vectors.width
+        all_pieces: list[Piece] = []
         for file in self.files:
-            pieces, width = pieces_of(file, of, width)
-            made += pieces
-        return made, width
+            pieces, width = pieces_of(file, vectors, width)
+            all_pieces += pieces
+        return all_pieces, width
 
-    def _listed(self, candidates: list[Vectors]) -> list[Vectors] | None:
+    def _listed_columns(self, candidates: list[Vectors]) -> list[Vectors] | None:
         """The columns that dataset_info.json lists as layers, if actshard wrote it; else None. Also sets the layers' names."""
         if self.info.get(OWN) is None:
             return None
         fields = Fields(self.info[OWN], self.path / "dataset_info.json", OWN)
         columns, names = fields.value.get("columns"), fields.value.get("layers")
-        known = {of.column.name: of for of in candidates}
-        if not isinstance(columns, list) or not columns or not all(isinstance(c, str) and c in known for c in columns):
-            raise fields.error("columns", f"a list of columns of vectors ({', '.join(known) or 'there are none'})")
+        vectors_by_name = {vectors.column.name: vectors for vectors in candidates}
+        if (
+            not isinstance(columns, list)
+            or not columns
+            or not all(isinstance(c, str) and c in vectors_by_name for c in columns)
+        ):
+            raise fields.error(
+                "columns", f"a list of columns of vectors ({', '.join(vectors_by_name) or 'there are none'})"
+            )
         if not isinstance(names, list) or len(names) != len(columns) or len(set(columns)) < len(columns):
             raise fields.error("layers", "a layer for every column")
         self.names = dict(zip(columns, stored(names, self.path / "dataset_info.json"), strict=True))
-        return [known[name] for name in columns]
+        return [vectors_by_name[name] for name in columns]
 
     def _check_claims(self) -> None:
-        for of in self.layers:
-            feature = self.features.get(of.column.name)
+        for layer in self.layers:
+            feature = self.features.get(layer.column.name)
             dtype = feature.get("dtype") if isinstance(feature, dict) else None
-            if isinstance(dtype, str) and dtype != of.leaf.type:
-                text = f"dataset_info.json declares {of.column.name} as {dtype}, the Arrow files have {of.leaf.type}"
+            if isinstance(dtype, str) and dtype != layer.leaf.type:
+                text = (
+                    f"dataset_info.json declares {layer.column.name} as {dtype}, the Arrow files have {layer.leaf.type}"
+                )
                 self.warnings.append(Remark("dtype-claim", text))
             shape = feature.get("shape") if isinstance(feature, dict) else None
             if isinstance(shape, list) and shape and shape[-1] not in (None, self.d_model) and self.d_model:
-                text = f"dataset_info.json declares shape {show(shape)} of {of.column.name}, vectors have {self.d_model} values"
+                text = f"dataset_info.json declares shape {show(shape)} of {layer.column.name}, vectors have {self.d_model} values"
                 self.warnings.append(Remark("claim", text))
 
     @property
@@ -274,30 +288,32 @@ class Directory:
 
     def void(self) -> NDArray[np.int64]:
         """Examples that are null in a layer."""
-        found: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
-        for of, pieces in zip(self.layers, self.pieces, strict=True):
+        parts: list[NDArray[np.int64]] = [np.zeros(0, np.int64)]
+        for vectors, pieces in zip(self.layers, self.pieces, strict=True):
             first = 0
-            own: list[int] = []
+            null_rows: list[int] = []
             for piece in pieces:
-                found.append(piece.void + first)
-                own += (piece.void + first).tolist()
+                parts.append(piece.void + first)
+                null_rows += (piece.void + first).tolist()
                 first += len(piece.lengths)
-            if own:
-                shown = ", ".join(map(str, own[:_SHOWN])) + (", ..." if len(own) > _SHOWN else "")
-                text = f"{of.column.name}: {many(len(own), 'row')} with nulls, read as without tokens: {shown}"
+            if null_rows:
+                shown = ", ".join(map(str, null_rows[:_SHOWN])) + (", ..." if len(null_rows) > _SHOWN else "")
+                text = (
+                    f"{vectors.column.name}: {many(len(null_rows), 'row')} with nulls, read as without tokens: {shown}"
+                )
                 self.warnings.append(Remark("null-row", text))
-        return np.unique(np.concatenate(found))
+        return np.unique(np.concatenate(parts))
 
     def native(self, options: Options, counts: NDArray[np.int64], void: NDArray[np.int64]) -> Rows | None:
         """The rows; None if there are none."""
         if not self.layers or not self.d_model:
             return None
-        of = self.layers[0]
-        places = [file.path for file in self.files for _ in file.batches]
+        vectors = self.layers[0]
+        paths = [file.path for file in self.files for _ in file.batches]
         files = [
-            (place, piece.start, piece.rows, False, piece.even)
+            (path, piece.start, piece.rows, False, piece.even)
             for pieces in self.pieces
-            for place, piece in zip(places, pieces, strict=True)
+            for path, piece in zip(paths, pieces, strict=True)
         ]
         same = len(counts) > 0 and bool((counts == counts[0]).all())
         ends = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
@@ -307,8 +323,8 @@ class Directory:
             void=void.tolist(),
             num_groups=len(self.layers),
             width=self.d_model,
-            dtype=FLOATS[of.leaf.type],
-            descr=of.dtype,
+            dtype=FLOATS[vectors.leaf.type],
+            descr=vectors.dtype,
             io=options.io,
         )
 
@@ -317,35 +333,35 @@ class Directory:
     @property
     def column_names(self) -> tuple[str, ...]:
         """Columns that are not layers."""
-        layers = {of.column.name for of in self.layers}
+        layers = {vectors.column.name for vectors in self.layers}
         return tuple(c.name for c in self.files[0].columns if c.name not in layers) if self.files else ()
 
-    def batches(self, wanted: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
+    def batches(self, names: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
         """Reads columns batch by batch, until ``most`` examples are read or the dataset ends."""
         import pyarrow as pa
 
-        unknown = [name for name in wanted if name not in self.column_names]
+        unknown = [name for name in names if name not in self.column_names]
         if unknown:
             raise NotStoredError(
                 f"has no column {unknown[0]!r}; columns are {', '.join(self.column_names) or 'none'}", path=self.path
             )
         read = 0
         for file in self.files:
-            own = {column.name: column for column in file.columns}
+            columns = {column.name: column for column in file.columns}
             for batch in file.batches:
                 if most is not None and read >= most:
                     return
                 read += batch.rows
-                yield pa.table({name: file.array(batch, own[name]) for name in wanted})
+                yield pa.table({name: file.array(batch, columns[name]) for name in names})
 
-    def columns(self, wanted: Sequence[str], most: int | None = None) -> pa.Table:
+    def columns(self, names: Sequence[str], most: int | None = None) -> pa.Table:
         """Reads columns of all examples, or of the first ones."""
         import pyarrow as pa
 
-        parts = list(self.batches(wanted, most))
+        parts = list(self.batches(names, most))
         if not parts:
-            own = {column.name: pa_type(column) for column in self.files[0].columns} if self.files else {}
-            return pa.table({name: pa.array([], own[name]) for name in wanted})
+            types = {column.name: pa_type(column) for column in self.files[0].columns} if self.files else {}
+            return pa.table({name: pa.array([], types[name]) for name in names})
         table = pa.concat_tables(parts)
         return table if most is None else table.slice(0, most)
 
@@ -358,7 +374,7 @@ class Directory:
         info = {name: self.info[name] for name in ("description", "homepage", "license") if self.info.get(name)}
         n = self.num_examples
         split = self.state.value.get("_split")
-        layers = tuple(self.names.get(of.column.name, of.column.name) for of in self.layers)
+        layers = tuple(self.names.get(vectors.column.name, vectors.column.name) for vectors in self.layers)
         return Contents(
             format="hf_arrow",
             path=self.path.place,
@@ -385,12 +401,12 @@ def _paths(files: list[Location]) -> Callable[[], list[Any]]:
     return lambda: [file.place for file in files]
 
 
-def _all_opened(paths: Sequence[Location]) -> list[StreamFile]:
+def _open_all(paths: Sequence[Location]) -> list[StreamFile]:
     with ThreadPoolExecutor(_WORKERS) as pool:
-        return list(pool.map(_opened, paths))
+        return list(pool.map(_open_file, paths))
 
 
-def _opened(path: Location) -> StreamFile:
+def _open_file(path: Location) -> StreamFile:
     if not path.exists():
         raise MissingFileError("expected a data file that state.json lists, found nothing", path=path)
     return StreamFile.of(path)

@@ -50,8 +50,8 @@ class Column:
     @property
     def extent(self) -> tuple[int, int]:
         """Numbers of nodes and buffers, including those of nested columns."""
-        inside = [child.extent for child in self.children]
-        return 1 + sum(n for n, _ in inside), self.own_buffers + sum(b for _, b in inside)
+        extents = [child.extent for child in self.children]
+        return 1 + sum(n for n, _ in extents), self.own_buffers + sum(b for _, b in extents)
 
     @property
     def wide(self) -> bool:
@@ -71,16 +71,18 @@ class Column:
         )
 
 
-def _columns(found: Sequence[Any], node: int, buffer: int) -> tuple[Column, ...]:
-    made = []
-    for name, kind, sizes, texts, children, metadata in found:
-        own = Column(name, kind, tuple(sizes), tuple(texts), (), dict(metadata), node, buffer)
-        inside = _columns(children, node + 1, buffer + own.own_buffers)
-        column = Column(name, kind, own.sizes, own.texts, inside, own.metadata, node, buffer)
-        made.append(column)
+def _columns(fields: Sequence[Any], node: int, buffer: int) -> tuple[Column, ...]:
+    columns = []
+    for name, kind, sizes, texts, children, metadata in fields:
+        bare_column = Column(name, kind, tuple(sizes), tuple(texts), (), dict(metadata), node, buffer)
+        child_columns = _columns(children, node + 1, buffer + bare_column.own_buffers)
+        column = Column(
+            name, kind, bare_column.sizes, bare_column.texts, child_columns, bare_column.metadata, node, buffer
+        )
+        columns.append(column)
         nodes, buffers = column.extent
         node, buffer = node + nodes, buffer + buffers
-    return tuple(made)
+    return tuple(columns)
 
 
 @dataclass(frozen=True)
@@ -107,42 +109,44 @@ class StreamFile:
     @classmethod
     def of(cls, path: Location) -> StreamFile:
         """Reads the headers. Raises FormatError, TruncatedFileError or UnsupportedError."""
-        found, metadata, batches, ended = _native.arrow_stream(path)
-        columns = _columns(found, 0, 0)
-        made = tuple(Batch(rows, nodes, buffers) for _, rows, nodes, buffers in batches)
-        return cls(path, columns, dict(metadata), made, ended)
+        fields, metadata, messages, ended = _native.arrow_stream(path)
+        columns = _columns(fields, 0, 0)
+        batches = tuple(Batch(rows, nodes, buffers) for _, rows, nodes, buffers in messages)
+        return cls(path, columns, dict(metadata), batches, ended)
 
     @property
     def rows(self) -> int:
         """Number of rows."""
         return sum(batch.rows for batch in self.batches)
 
-    def read(self, wanted: Sequence[tuple[int, int, np.dtype[Any]]]) -> list[NDArray[Any]]:
+    def read(self, ranges: Sequence[tuple[int, int, np.dtype[Any]]]) -> list[NDArray[Any]]:
         """Reads arrays: (offset, number of elements, dtype)."""
-        total = sum(n * dtype.itemsize for _, n, dtype in wanted)
+        total = sum(n * dtype.itemsize for _, n, dtype in ranges)
         if total > _MODEST and total > 64 * self.path.stat().stored:
             raise UnsupportedError(f"expected data, found a sparse file: {total} bytes of offsets", path=self.path)
-        made = [np.empty(n, dtype) for _, n, dtype in wanted]
+        arrays = [np.empty(n, dtype) for _, n, dtype in ranges]
         self.path.fill(
-            (at, array.view(np.uint8).data) for (at, _, _), array in zip(wanted, made, strict=True) if len(array)
+            (offset, array.view(np.uint8).data)
+            for (offset, _, _), array in zip(ranges, arrays, strict=True)
+            if len(array)
         )
-        return made
+        return arrays
 
     def nulls(self, batch: Batch, column: Column) -> NDArray[np.int64]:
         """Positions of the null values of a column in a batch."""
         length, count = batch.nodes[column.node]
         if count == 0 or column.own_buffers == 0:
             return np.zeros(0, np.int64)
-        at, size = batch.buffers[column.buffer]
+        offset, size = batch.buffers[column.buffer]
         if size == 0 and count < 0:
             return np.zeros(0, np.int64)
         if size < -(-length // 8):
             raise FormatError(
                 f"column {column.name!r}: expected a bitmap of {-(-length // 8)} bytes for {count} nulls, found {size}",
                 path=self.path,
-                offset=at,
+                offset=offset,
             )
-        (bits,) = self.read([(at, -(-length // 8), np.dtype(np.uint8))])
+        (bits,) = self.read([(offset, -(-length // 8), np.dtype(np.uint8))])
         return np.flatnonzero(np.unpackbits(bits, bitorder="little")[:length] == 0)
 
     def array(self, batch: Batch, column: Column) -> pa.Array:
@@ -154,11 +158,11 @@ class StreamFile:
         import pyarrow as pa
 
         try:
-            made = self._array(batch, column)
-            made.validate(full=True)
+            array = self._array(batch, column)
+            array.validate(full=True)
         except (pa.ArrowException, OverflowError) as error:
             raise FormatError(f"column {column.name!r}: {str(error)[:200]}", path=self.path) from error
-        return made
+        return array
 
     def _array(self, batch: Batch, column: Column) -> pa.Array:
         import pyarrow as pa
@@ -168,8 +172,8 @@ class StreamFile:
             return pa.nulls(length)
         buffers = []
         for number in range(column.buffer, column.buffer + column.own_buffers):
-            at, size = batch.buffers[number]
-            data = self.path.read(at, size) if size else b""
+            offset, size = batch.buffers[number]
+            data = self.path.read(offset, size) if size else b""
             buffers.append(pa.py_buffer(data) if size or number > column.buffer else None)
         kind = pa_type(column)
         if buffers[0] is None and nulls > 0:
@@ -190,15 +194,15 @@ def pa_type(column: Column) -> pa.DataType:
     """The pyarrow type of a column, without extension types."""
     import pyarrow as pa
 
-    inside = [pa.field(child.name, pa_type(child)) for child in column.children]
+    fields = [pa.field(child.name, pa_type(child)) for child in column.children]
     if column.type in ("list", "large_list"):
-        return pa.list_(inside[0]) if column.type == "list" else pa.large_list(inside[0])
+        return pa.list_(fields[0]) if column.type == "list" else pa.large_list(fields[0])
     if column.type == "fixed_size_list":
-        return pa.list_(inside[0], column.sizes[0])
+        return pa.list_(fields[0], column.sizes[0])
     if column.type == "struct":
-        return pa.struct(inside)
+        return pa.struct(fields)
     if column.type == "map":
-        entries = inside[0].type
+        entries = fields[0].type
         if not pa.types.is_struct(entries) or entries.num_fields != 2:
             raise UnsupportedError(f"column {column.name!r}: expected a map of keys and values")
         return pa.map_(entries.field(0).with_nullable(False), entries.field(1))

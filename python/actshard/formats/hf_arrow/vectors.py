@@ -57,11 +57,11 @@ def vectors_of(column: Column, features: Any) -> Vectors | None:
         return None
     width = levels[-1].sizes[0] if levels[-1].type == "fixed_size_list" else None
     if width is None:
-        width = _declared(column, features, len(levels))
+        width = _declared_width(column, features, len(levels))
     return Vectors(column, tuple(levels), leaf, width)
 
 
-def _declared(column: Column, features: Any, levels: int) -> int | None:
+def _declared_width(column: Column, features: Any, levels: int) -> int | None:
     """The last dimension according to the extension type, or else to the features."""
     shape: Any = None
     if _EXTENSION in column.metadata:
@@ -91,61 +91,61 @@ class Piece:
     even: list[Even]
 
 
-def pieces_of(file: StreamFile, of: Vectors, width: int | None) -> tuple[list[Piece], int | None]:
+def pieces_of(file: StreamFile, vectors: Vectors, width: int | None) -> tuple[list[Piece], int | None]:
     """The rows of a column in each batch of a file, and d_model: ``width``, or if that is None, found in the first row."""
-    made: list[Piece] = []
-    offsets = _outer(file, of)
+    pieces: list[Piece] = []
+    offsets = _outer(file, vectors)
     for batch, outer in zip(file.batches, offsets, strict=True):
-        piece, width = _piece(file, batch, of, outer, width)
-        made.append(piece)
-    return made, width
+        piece, width = _piece(file, batch, vectors, outer, width)
+        pieces.append(piece)
+    return pieces, width
 
 
-def _outer(file: StreamFile, of: Vectors) -> list[NDArray[np.int64]]:
+def _outer(file: StreamFile, vectors: Vectors) -> list[NDArray[np.int64]]:
     """For each batch, the number of the first vector of each table row, and at the end the number of vectors."""
-    if len(of.levels) == 1:
+    if len(vectors.levels) == 1:
         return [np.arange(batch.rows + 1, dtype=np.int64) for batch in file.batches]
-    outer, inner = of.levels
+    outer, inner = vectors.levels
     if outer.type == "fixed_size_list":
         return [np.arange(batch.rows + 1, dtype=np.int64) * outer.sizes[0] for batch in file.batches]
     dtype = np.dtype("<i8" if outer.wide else "<i4")
-    wanted = [
+    ranges = [
         (_offsets_at(file, batch, outer, 0, batch.rows + 1), batch.rows + 1 if batch.rows else 0, dtype)
         for batch in file.batches
     ]
-    made = []
-    for batch, (at, _, _), found in zip(file.batches, wanted, file.read(wanted), strict=True):
-        ends = found.astype(np.int64) if len(found) else np.zeros(1, np.int64)
+    batch_ends = []
+    for batch, (offset, _, _), values in zip(file.batches, ranges, file.read(ranges), strict=True):
+        ends = values.astype(np.int64) if len(values) else np.zeros(1, np.int64)
         falls = np.flatnonzero(np.diff(ends) < 0)
         if ends[0] < 0 or len(falls) or ends[-1] > batch.nodes[inner.node][0]:
             where = int(falls[0]) + 1 if len(falls) else 0 if ends[0] < 0 else len(ends) - 1
             raise FormatError(
-                f"column {of.column.name!r}: expected ascending offsets up to {batch.nodes[inner.node][0]}, found "
+                f"column {vectors.column.name!r}: expected ascending offsets up to {batch.nodes[inner.node][0]}, found "
                 f"{ends[where]}",
                 path=file.path,
-                offset=at + where * dtype.itemsize,
+                offset=offset + where * dtype.itemsize,
             )
-        made.append(ends)
-    return made
+        batch_ends.append(ends)
+    return batch_ends
 
 
-def _offsets_at(file: StreamFile, batch: Batch, of: Column, first: int, count: int) -> int:
+def _offsets_at(file: StreamFile, batch: Batch, column: Column, first: int, count: int) -> int:
     """Byte offset of a list column's offsets, after a check that the buffer contains them."""
-    at, size = batch.buffers[of.buffer + 1]
-    item = 8 if of.wide else 4
+    offset, size = batch.buffers[column.buffer + 1]
+    item = 8 if column.wide else 4
     if (first + count) * item > size and batch.rows:
         raise FormatError(
-            f"column {of.name!r}: expected {first + count} offsets of {item} bytes, found {size} bytes",
+            f"column {column.name!r}: expected {first + count} offsets of {item} bytes, found {size} bytes",
             path=file.path,
-            offset=at,
+            offset=offset,
         )
-    return at + first * item
+    return offset + first * item
 
 
 def _piece(
-    file: StreamFile, batch: Batch, of: Vectors, outer: NDArray[np.int64], width: int | None
+    file: StreamFile, batch: Batch, vectors: Vectors, outer: NDArray[np.int64], width: int | None
 ) -> tuple[Piece, int | None]:
-    inner = of.levels[-1]
+    inner = vectors.levels[-1]
     first, rows = int(outer[0]), int(outer[-1] - outer[0])
     even: list[Even] = []
     value = 0
@@ -153,49 +153,51 @@ def _piece(
         width = inner.sizes[0]
         value = first * width
     elif rows:
-        at = _offsets_at(file, batch, inner, first, rows + 1)
+        offset = _offsets_at(file, batch, inner, first, rows + 1)
         dtype = np.dtype("<i8" if inner.wide else "<i4")
-        found = file.read([(at, 2, dtype)])[0].tolist()
-        value = found[0]
-        if value < 0 or found[1] < value:
+        bounds = file.read([(offset, 2, dtype)])[0].tolist()
+        value = bounds[0]
+        if value < 0 or bounds[1] < value:
             raise FormatError(
-                f"column {of.column.name!r}: expected ascending offsets, found {found}", path=file.path, offset=at
+                f"column {vectors.column.name!r}: expected ascending offsets, found {bounds}",
+                path=file.path,
+                offset=offset,
             )
         if width is None:
-            width = found[1] - found[0]
-        even.append((at, rows + 1, inner.wide, value, width))
-    at, size = batch.buffers[of.leaf.buffer + 1]
-    item = of.dtype.itemsize
+            width = bounds[1] - bounds[0]
+        even.append((offset, rows + 1, inner.wide, value, width))
+    offset, size = batch.buffers[vectors.leaf.buffer + 1]
+    item = vectors.dtype.itemsize
     if rows:
         assert width is not None
         if width == 0:
-            raise FormatError(f"column {of.column.name!r}: expected vectors, found empty lists", path=file.path)
-        values = batch.nodes[of.leaf.node][0]
+            raise FormatError(f"column {vectors.column.name!r}: expected vectors, found empty lists", path=file.path)
+        values = batch.nodes[vectors.leaf.node][0]
         if value + rows * width > values or (value + rows * width) * item > size:
             raise FormatError(
-                f"column {of.column.name!r}: expected {rows} vectors of {width} values from value {value} on, found "
+                f"column {vectors.column.name!r}: expected {rows} vectors of {width} values from value {value} on, found "
                 f"{min(values, size // item)} values",
                 path=file.path,
-                offset=at,
+                offset=offset,
             )
-    void = _void(file, batch, of, outer, value, width)
-    return Piece(at + value * item, rows, np.diff(outer), void, even), width
+    void = _void(file, batch, vectors, outer, value, width)
+    return Piece(offset + value * item, rows, np.diff(outer), void, even), width
 
 
 def _void(
-    file: StreamFile, batch: Batch, of: Vectors, outer: NDArray[np.int64], value: int, width: int | None
+    file: StreamFile, batch: Batch, vectors: Vectors, outer: NDArray[np.int64], value: int, width: int | None
 ) -> NDArray[np.int64]:
     """Rows of the table that are null, or contain a null vector or element."""
-    found = [file.nulls(batch, of.levels[0])]
-    vectors = file.nulls(batch, of.levels[1]) if len(of.levels) == 2 else np.zeros(0, np.int64)
-    elements = file.nulls(batch, of.leaf)
-    inside = [vectors, outer[0] + (elements - value) // width] if width else [vectors]
-    for numbers in inside:
+    null_rows = [file.nulls(batch, vectors.levels[0])]
+    null_vectors = file.nulls(batch, vectors.levels[1]) if len(vectors.levels) == 2 else np.zeros(0, np.int64)
+    elements = file.nulls(batch, vectors.leaf)
+    vector_numbers = [null_vectors, outer[0] + (elements - value) // width] if width else [null_vectors]
+    for numbers in vector_numbers:
         used = numbers[(numbers >= outer[0]) & (numbers < outer[-1])]
-        found.append(np.searchsorted(outer, used, side="right") - 1)
-    return np.unique(np.concatenate(found))
+        null_rows.append(np.searchsorted(outer, used, side="right") - 1)
+    return np.unique(np.concatenate(null_rows))
 
 
-def kind_of(of: Vectors, width: int) -> tuple[int, bool, int, str]:
+def kind_of(vectors: Vectors, width: int) -> tuple[int, bool, int, str]:
     """What layers have in common. Better are sequences than single vectors, ``Array2D`` than other lists, then wider vectors."""
-    return len(of.levels), _EXTENSION in of.column.metadata, width, of.leaf.type
+    return len(vectors.levels), _EXTENSION in vectors.column.metadata, width, vectors.leaf.type

@@ -71,7 +71,7 @@ class HfArrowTarget(Target):
     """Writes an Arrow directory, a row per example and a column per layer."""
 
     format: ClassVar[str] = "hf_arrow"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "rows": '"sequences" (Array2D, as SAELens) or "vectors" (one per example); default: vectors if the first examples have '
         "one row each"
     }
@@ -119,16 +119,16 @@ class HfArrowTarget(Target):
 
     @classmethod
     def conversion_options(
-        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
     ) -> dict[str, Any]:
-        options = {**own, **asked}
+        options = {**source_options, **user_options}
         if "rows" not in options:
             options["rows"] = "vectors" if tokens == "last" or pooled() else "sequences"
         return options
 
-    def take_tokens(self, found: int) -> None:
+    def take_tokens(self, tokens: int) -> None:
         if self.rows is None:
-            self.rows = "vectors" if found == 1 else "sequences"
+            self.rows = "vectors" if tokens == 1 else "sequences"
 
     @property
     def tokens(self) -> int | None:
@@ -183,16 +183,16 @@ class HfArrowTarget(Target):
             self._types.append((int(first), schema))
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
-        for number, path in self._found().items():
+        for number, path in self._arrow_files().items():
             if number > self._shard or self._size == 0:
                 path.unlink()
             elif number == self._shard and path.stat().st_size > self._size:
                 os.truncate(path, self._size)
 
-    def _found(self) -> dict[int, Path]:
+    def _arrow_files(self) -> dict[int, Path]:
         """The files in the folder, by number. After an interrupted finish, some have their final names already."""
-        named = ((_FILE.fullmatch(path.name), path) for path in self.root.glob("data-*.arrow"))
-        return {int(match[1]): path for match, path in named if match is not None}
+        matches = ((_FILE.fullmatch(path.name), path) for path in self.root.glob("data-*.arrow"))
+        return {int(match[1]): path for match, path in matches if match is not None}
 
     def _path(self, number: int) -> Path:
         return self.root / f"data-{number:05}.arrow"
@@ -202,9 +202,11 @@ class HfArrowTarget(Target):
         self._crc = zlib.crc32(block.bytes.data, self._crc)
         starts = block.starts
         for first, last in self._cuts(tokens, block.columns):
-            own = [self._values(block, starts[first:last, k], tokens[first:last]) for k in range(len(self.columns))]
+            layer_values = [
+                self._values(block, starts[first:last, k], tokens[first:last]) for k in range(len(self.columns))
+            ]
             columns = None if block.columns is None else block.columns.slice(first, last - first)
-            self._append(self.shape.batch(own, tokens[first:last], columns), columns)
+            self._append(self.shape.batch(layer_values, tokens[first:last], columns), columns)
         self.n += len(block)
 
     def _values(self, block: Block, starts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
@@ -235,8 +237,8 @@ class HfArrowTarget(Target):
         import pyarrow as pa
 
         types = pa.schema([]) if columns is None else columns.schema
-        known = self._types[-1][1] if self._types else None
-        changed = known is None or not same_types(known, types)
+        last_types = self._types[-1][1] if self._types else None
+        changed = last_types is None or not same_types(last_types, types)
         if self._size and (changed or self._size + len(message) + len(END) > self.limit):
             self._put(END)
             self._shard, self._size = self._shard + 1, 0
@@ -253,7 +255,7 @@ class HfArrowTarget(Target):
         self._size += size
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        types = [(first, base64.b64encode(of.serialize()).decode()) for first, of in self._types]
+        types = [(first, base64.b64encode(schema.serialize()).decode()) for first, schema in self._types]
         return sorted(self._dirty), {"shard": self._shard, "size": self._size, "crc": self._crc, "types": types}
 
     def committed(self) -> None:
@@ -266,22 +268,22 @@ class HfArrowTarget(Target):
 
         tokens = examples.lengths[:, 0]
         same = len(tokens) > 0 and bool((tokens == tokens[0]).all()) and int(tokens[0]) > 0
-        each = int(tokens[0]) if same else None
+        tokens_each = int(tokens[0]) if same else None
         types = pa.schema([]) if examples.columns is None else examples.columns.schema
         count = self._shard + 1
-        files = self._found()
+        files = self._arrow_files()
         if sorted(files) != list(range(count)):
             raise FormatError(f"expected data files 0 to {count - 1}, found {sorted(files)}", path=self.root)
         self._end(files[self._shard])
-        if any(not same_types(of, types) for _, of in self._types):
-            self._retype(files, types, each, examples.columns)
-        self._complete(files, types, each)
+        if any(not same_types(schema, types) for _, schema in self._types):
+            self._retype(files, types, tokens_each, examples.columns)
+        self._complete(files, types, tokens_each)
         names = [f"data-{number:05}-of-{count:05}.arrow" for number in range(count)]
         for number, name in enumerate(names):
             rename(files[number], self.root / name)
         sync_folders([self.root])
-        own = {"columns": list(self.columns), "layers": list(self.spec.layers)}
-        info = info_of(self.shape.features(types, each), {**self.spec.metadata, OWN: own})
+        layer_columns = {"columns": list(self.columns), "layers": list(self.spec.layers)}
+        info = info_of(self.shape.features(types, tokens_each), {**self.spec.metadata, OWN: layer_columns})
         _write_json(self.root / INFO, info)
         state: dict[str, Any] = {
             "_data_files": [{"filename": name} for name in names],
@@ -301,48 +303,50 @@ class HfArrowTarget(Target):
         os.truncate(path, self._size)
         self.put([np.frombuffer(END, np.uint8)], [(path, 0)], [(0, 0, len(END), 0, self._size)])
 
-    def _retype(self, files: Mapping[int, Path], types: pa.Schema, each: int | None, columns: pa.Table | None) -> None:
+    def _retype(
+        self, files: Mapping[int, Path], types: pa.Schema, tokens_each: int | None, columns: pa.Table | None
+    ) -> None:
         """Rewrites files whose columns have older types, with all columns of their examples."""
         import pyarrow as pa
 
         assert columns is not None
         usual_types = pa.schema([pa.field(field.name, usual(field.type)) for field in types])
-        done = 0
+        row = 0
         for number in range(len(files)):
             path = files[number]
             with map_arrow(path) as source, pa.ipc.open_stream(source) as stream:
                 old = [field for field in stream.schema if field.name not in self.columns]
                 if same_types(pa.schema(old), usual_types):
-                    done += sum(batch.num_rows for batch in stream)
+                    row += sum(batch.num_rows for batch in stream)
                     continue
                 with whole_file(path) as file:
-                    file.write(self.shape.header(types, each))
+                    file.write(self.shape.header(types, tokens_each))
                     for batch in stream:
-                        here = columns.slice(done, batch.num_rows)
-                        file.write(self._again(batch, here))
-                        done += batch.num_rows
+                        batch_columns = columns.slice(row, batch.num_rows)
+                        file.write(self._rewrite_batch(batch, batch_columns))
+                        row += batch.num_rows
                     file.write(END)
-        if done != len(columns):
-            raise FormatError(f"expected {len(columns)} rows, found {done}", path=self.root)
+        if row != len(columns):
+            raise FormatError(f"expected {len(columns)} rows, found {row}", path=self.root)
 
-    def _again(self, batch: pa.RecordBatch, columns: pa.Table) -> memoryview:
+    def _rewrite_batch(self, batch: pa.RecordBatch, columns: pa.Table) -> memoryview:
         """The batch with its columns replaced."""
         import pyarrow as pa
 
-        kept = [batch.column(name) for name in self.columns]
-        own = [array.storage if isinstance(array, pa.ExtensionArray) else array for array in kept]
+        arrays = [batch.column(name) for name in self.columns]
+        storages = [array.storage if isinstance(array, pa.ExtensionArray) else array for array in arrays]
         schema = self.shape.schema(columns.schema, None)
-        return memoryview(pa.RecordBatch.from_arrays([*own, *arrays_of(columns)], schema=schema).serialize())
+        return memoryview(pa.RecordBatch.from_arrays([*storages, *arrays_of(columns)], schema=schema).serialize())
 
-    def _complete(self, files: Mapping[int, Path], types: pa.Schema, each: int | None) -> None:
+    def _complete(self, files: Mapping[int, Path], types: pa.Schema, tokens_each: int | None) -> None:
         """Rewrites the schema of every file, now that the number of tokens is known."""
-        header = self.shape.header(types, each)
+        header = self.shape.header(types, tokens_each)
         for path in files.values():
             with path.open("rb") as file:
-                found = file.read(8)
-            if found != header[:8]:
+                prefix = file.read(8)
+            if prefix != header[:8]:
                 raise FormatError(
-                    f"expected a schema of {len(header) - 8} bytes, found {found.hex()}", path=path, offset=0
+                    f"expected a schema of {len(header) - 8} bytes, found {prefix.hex()}", path=path, offset=0
                 )
         self.put(
             [np.frombuffer(header, np.uint8)],

@@ -63,8 +63,8 @@ def submodules(path: Location) -> list[Location]:
 
 def names_of(folders: list[Location]) -> list[int | str]:
     """Names of layers: N if all folders are named ``layer_N_out``; else the folders' names."""
-    found = [_LAYER.fullmatch(folder.name) for folder in folders]
-    numbers = [int(match[1]) for match in found if match is not None]
+    matches = [_LAYER.fullmatch(folder.name) for folder in folders]
+    numbers = [int(match[1]) for match in matches if match is not None]
     return [folder.name for folder in folders] if len(set(numbers)) < len(folders) else list(numbers)
 
 
@@ -105,7 +105,7 @@ class Submodule:
             raise config.error("shard_count", f"at most {_MOST_SHARDS}")
         width = config.integer("d_model")
         described = [path / f"shard_{number}.meta" for number in range(count)]
-        shapes = faults.batch(described, lambda some: [_meta(meta, width) for meta in some])
+        shapes = faults.batch(described, lambda batch: [_meta(meta, width) for meta in batch])
         first = shapes[0][1] if shapes else "F32"
         for meta, (_, dtype) in zip(described, shapes, strict=True):
             if dtype != first:
@@ -162,14 +162,14 @@ class TokenFile:
             FormatError: the file has no int64 tensor of one axis.
         """
         (file,) = read_torch([path])
-        found = file.value
-        sound = isinstance(found, StoredArray) and found.dtype == "I64" and len(found.shape) == 1
-        if not sound or (found.shape[0] > 1 and found.strides[0] != 1) or found.deflated is not None:
-            shown = f"{found.dtype} {list(found.shape)}" if isinstance(found, StoredArray) else type(found).__name__
+        value = file.value
+        sound = isinstance(value, StoredArray) and value.dtype == "I64" and len(value.shape) == 1
+        if not sound or (value.shape[0] > 1 and value.strides[0] != 1) or value.deflated is not None:
+            shown = f"{value.dtype} {list(value.shape)}" if isinstance(value, StoredArray) else type(value).__name__
             raise FormatError(f"expected a tensor of int64 with one axis, found {shown}", path=path)
         if file.is_gzipped:
             raise UnsupportedError("expected a plain file of torch.save, found a gzipped one", path=path)
-        return cls(path, found)
+        return cls(path, value)
 
     def __len__(self) -> int:
         return int(self.array.shape[0])

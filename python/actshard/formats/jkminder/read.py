@@ -40,10 +40,10 @@ def detect(path: Location) -> Evidence:
     """Checks for a submodule's shards."""
     if path.kind() != "folder" or not path.lists:
         return Evidence(False, _LOOKED_FOR, "no folder that can be listed")
-    found = submodules(path)
-    if not found:
+    folders = submodules(path)
+    if not folders:
         return Evidence(False, _LOOKED_FOR, "no such folder")
-    return Evidence(True, _LOOKED_FOR, f"the submodule {found[0].name}")
+    return Evidence(True, _LOOKED_FOR, f"the submodule {folders[0].name}")
 
 
 class ActivationCache:
@@ -60,7 +60,7 @@ class ActivationCache:
         order = sorted(range(len(folders)), key=names.__getitem__)
         self.names = [names[i] for i in order]
         self.layers = faults.batch(
-            [folders[i] for i in order], lambda some: [Submodule.of(folder, faults) for folder in some]
+            [folders[i] for i in order], lambda batch: [Submodule.of(folder, faults) for folder in batch]
         )
         self._check_alike()
         self.total = sum(self.layers[0].rows)
@@ -75,14 +75,14 @@ class ActivationCache:
     def _check_alike(self) -> None:
         first = self.layers[0]
         for layer in self.layers[1:]:
-            for what, expected, found in (
+            for what, expected, value in (
                 ("rows per shard", first.rows, layer.rows),
                 ("dtype", first.dtype, layer.dtype),
                 ("d_model", first.d_model, layer.d_model),
             ):
-                if expected != found:
+                if expected != value:
                     raise FormatError(
-                        f"{what}: expected {show(expected)}, as in {first.path.name}, found {show(found)}: open the folder of "
+                        f"{what}: expected {show(expected)}, as in {first.path.name}, found {show(value)}: open the folder of "
                         "a single layer",
                         path=layer.path,
                     )
@@ -100,10 +100,10 @@ class ActivationCache:
         if not path.exists():
             self._lost(f"{TOKENS} is missing")
             return None
-        found = TokenFile.of(path)
-        if len(found) != self.total:
-            raise FormatError(f"expected {self.total} tokens, one per row, found {len(found)}", path=path)
-        return found
+        tokens = TokenFile.of(path)
+        if len(tokens) != self.total:
+            raise FormatError(f"expected {self.total} tokens, one per row, found {len(tokens)}", path=path)
+        return tokens
 
     def _lost(self, why: str) -> None:
         text = f"{why}: the starts of sequences are unknown. Each row is an example of one token"
@@ -125,12 +125,12 @@ class ActivationCache:
 
         Sequences do not cross shards, so a first token that is not BOS is detected.
         """
-        found: list[NDArray[np.int64]] = []
+        positions: list[NDArray[np.int64]] = []
         bos: int | None = None
         for first, piece in tokens.pieces():
             bos = int(piece[0]) if bos is None else bos
-            found.append(np.flatnonzero(piece == bos) + first)
-        starts = np.concatenate([np.zeros(0, np.int64), *found])
+            positions.append(np.flatnonzero(piece == bos) + first)
+        starts = np.concatenate([np.zeros(0, np.int64), *positions])
         bounds = np.append(starts, self.total)
         borders = np.cumsum([0, *self.layers[0].rows])[:-1]
         borders = borders[borders < self.total]
@@ -193,8 +193,8 @@ class ActivationCache:
         same = int(counts[0]) if len(counts) and bool((counts == counts[0]).all()) else None
         files = [shard.path.place for layer in self.layers for shard in layer.shards]
 
-        def head(wanted: Sequence[str], n: int) -> pa.Table:
-            return columns.head(wanted, n)
+        def head(names: Sequence[str], n: int) -> pa.Table:
+            return columns.head(names, n)
 
         provenance: dict[str, Any] = {"folder": "/".join(self.store.key.split("/")[-3:])}
         if self.sequences:

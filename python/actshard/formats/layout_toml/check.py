@@ -28,9 +28,9 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     part = described.activations
     assert part.files is not None
     sound = True
-    found = matches(root, part.files)
-    for number, (_, path) in enumerate(found):
-        tell("files", number, len(found))
+    files = matches(root, part.files)
+    for number, (_, path) in enumerate(files):
+        tell("files", number, len(files))
         report.count("files")
         with report.noting(path):
             report.count("bytes", path.regular("read").size)
@@ -49,13 +49,13 @@ def check(root: Location, report: Report, tell: Tell) -> None:
 def _check_file(path: Location, kind: str, report: Report) -> None:
     if kind == "torch":
         (file,) = read_torch([path])
-        whole, tensors = file.sizes
-        if whole > max(_TIMES * tensors, _LEAST):
-            times = f", {whole // tensors} times as many" if tensors else ""
-            report.add("oversized-file", path, f"{whole} bytes for tensors of {tensors} bytes{times}")
+        file_bytes, tensors = file.sizes
+        if file_bytes > max(_TIMES * tensors, _LEAST):
+            times = f", {file_bytes // tensors} times as many" if tensors else ""
+            report.add("oversized-file", path, f"{file_bytes} bytes for tensors of {tensors} bytes{times}")
         if report.deep:
-            for at in file.damaged():
-                report.add("record-checksum", path, "other bytes", "the content of the CRC-32", f"byte {at}")
+            for offset in file.damaged():
+                report.add("record-checksum", path, "other bytes", "the content of the CRC-32", f"byte {offset}")
     elif kind == "npz" and report.deep and path.is_local:
         try:
             with zipfile.ZipFile(path.local) as archive:

@@ -46,7 +46,7 @@ class FolderColumns:
             self._read[ID] = lambda: list(index.ids)
         if description.tokens is not None:
             tokens = description.tokens
-            self._read[TOKENS] = lambda: self._of_arrays(tokens)
+            self._read[TOKENS] = lambda: self._read_arrays(tokens)
         for part in description.columns:
             self._add(part)
 
@@ -55,15 +55,15 @@ class FolderColumns:
         """Names of all columns."""
         return tuple(self._read)
 
-    def table(self, wanted: Sequence[str], first: int | None = None) -> pa.Table:
+    def table(self, names: Sequence[str], first: int | None = None) -> pa.Table:
         """Reads columns of all examples, or of the first ``first``."""
-        for name in wanted:
+        for name in names:
             if name not in self._read:
                 raise NotStoredError(f"has no column {name!r}; columns are {', '.join(self.names)}", path=self.root)
         n = len(self.index.ids)
         stop = n if first is None else min(first, n)
-        columns = {name: self._read[name]()[:stop] for name in wanted}
-        return table_of(list(wanted), [(columns, stop)])
+        columns = {name: self._read[name]()[:stop] for name in names}
+        return table_of(list(names), [(columns, stop)])
 
     def folders(self) -> list[Path]:
         """Files of columns and lengths, or their folders if files are numbered, as named in the description.
@@ -85,24 +85,24 @@ class FolderColumns:
 
     def _add(self, part: Part) -> None:
         if part.metadata:
-            found = [self._metadata(n) for n in range(min(1, len(self.index.units)))]
-            for name in dict.fromkeys(key for each in found for key in each):
-                self._put(name, part, lambda name=name: [each.get(name) for each in self._all_metadata()])  # type: ignore[misc]  # a lambda's default has no type
+            first_metadata = [self._metadata(n) for n in range(min(1, len(self.index.units)))]
+            for name in dict.fromkeys(key for meta in first_metadata for key in meta):
+                self._put(name, part, lambda name=name: [meta.get(name) for meta in self._all_metadata()])  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and not part.files.captures and is_lines(part.files.text) and part.by:
             lines = self._lines_of(part)
             for name in dict.fromkeys(key for line in lines for key in line if key != part.by):
-                self._put(name, part, lambda name=name: self._joined(part, name))  # type: ignore[misc]  # a lambda's default has no type
+                self._put(name, part, lambda name=name: self._join_lines(part, name))  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and part.files.text.lower().endswith(".parquet") and not part.tensor:
             stored = parquet_of(self.root.joinpath(*part.files.text.split("/")))
             for name in stored.column_names:  # stays an Arrow array: Python values would lose their types
-                self._put(name, part, lambda name=name: self._aligned(array_in(stored, name), part))  # type: ignore[misc]  # a lambda's default has no type
+                self._put(name, part, lambda name=name: self._check_count(array_in(stored, name), part))  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and is_lines(part.files.text) and not part.tensor:
             lines = self._lines_of(part)
             for name in dict.fromkeys(key for line in lines for key in line):
-                self._put(name, part, lambda name=name: self._aligned([line.get(name) for line in lines], part))  # type: ignore[misc]  # a lambda's default has no type
+                self._put(name, part, lambda name=name: self._check_count([line.get(name) for line in lines], part))  # type: ignore[misc]  # a lambda's default has no type
         else:
             fallback = part.files.text.rpartition("/")[2].partition(".")[0] if part.files else part.table
-            self._put(part.name or fallback, part, lambda: self._of_arrays(part))
+            self._put(part.name or fallback, part, lambda: self._read_arrays(part))
 
     def _put(self, name: str, part: Part, read: Callable[[], Sequence[Any]]) -> None:
         if name in self._read:
@@ -116,17 +116,17 @@ class FolderColumns:
             self._lines[text] = lines_of(self.root.joinpath(*text.split("/")))
         return self._lines[text]
 
-    def _joined(self, part: Part, name: str) -> list[Any]:
+    def _join_lines(self, part: Part, name: str) -> list[Any]:
         """A field of lines, joined to examples by the number that each line contains."""
-        made: dict[int, Any] = {}
+        values_by_example: dict[int, Any] = {}
         for number, line in enumerate(self._lines_of(part), 1):
             example = line_number(line, part, self.root)
-            if example in made:
+            if example in values_by_example:
                 raise FormatError(f"line {number}: field {part.by!r}: {example} occurs twice", path=self.root)
-            made[example] = line.get(name)
-        return [made.get(example) if type(example) is int else None for example in self.index.ids]
+            values_by_example[example] = line.get(name)
+        return [values_by_example.get(example) if type(example) is int else None for example in self.index.ids]
 
-    def _aligned(self, values: Sequence[Any], part: Part) -> Sequence[Any]:
+    def _check_count(self, values: Sequence[Any], part: Part) -> Sequence[Any]:
         if len(values) != len(self.index.ids):
             raise FormatError(
                 f"{part.table}: expected {len(self.index.ids)} values, one per example, found {len(values)}",
@@ -142,8 +142,8 @@ class FolderColumns:
         return {utf8(key): utf8(value) for key, value in file.metadata.items()}
 
     def _all_metadata(self) -> list[dict[str, str]]:
-        each = [self._metadata(n) for n in range(len(self.index.units))]
-        return [each[unit] for unit in self._units()]
+        unit_metadata = [self._metadata(n) for n in range(len(self.index.units))]
+        return [unit_metadata[unit] for unit in self._units()]
 
     def _units(self) -> list[int]:
         """The unit of each example."""
@@ -156,23 +156,23 @@ class FolderColumns:
 
     # -- arrays ----------------------------------------------------------------------------------
 
-    def _of_arrays(self, part: Part) -> list[Any]:
+    def _read_arrays(self, part: Part) -> list[Any]:
         """One value per example, from an array or value of each unit, or of one file."""
         shared = part.pointer is not None or (part.files is not None and not part.files.captures)
         if shared:
             if part.files is not None and not is_lines(part.files.text):
-                place = self.root.joinpath(*part.files.text.split("/"))
-                (file,) = open_files([place], part)
-                found = file.find(part.tensor)
-                values = found if isinstance(found, list) else viewed(file, found, part)
+                array_path = self.root.joinpath(*part.files.text.split("/"))
+                (file,) = open_files([array_path], part)
+                stored_value = file.find(part.tensor)
+                values = stored_value if isinstance(stored_value, list) else viewed(file, stored_value, part)
             else:
                 values = read_part(self.root, self.description, part)
             return self._spread(values, range(len(self.index.ids)), part, sum(u.count for u in self.index.units))
-        made: list[Any] = [None] * len(self.index.ids)
-        others = by_capture(self.root, part.files) if part.files is not None else {}
+        column: list[Any] = [None] * len(self.index.ids)
+        files_by_capture = by_capture(self.root, part.files) if part.files is not None else {}
         paths = []
         for unit in self.index.units:
-            path = others.get(_key(unit.captured, part.files)) if part.files is not None else unit.any
+            path = files_by_capture.get(_key(unit.captured, part.files)) if part.files is not None else unit.any
             if path is None:
                 assert part.files is not None  # the unit's own file exists
                 raise FormatError(
@@ -188,12 +188,14 @@ class FolderColumns:
             of_unit.setdefault(number, []).append(example)
         for number, (unit, path) in enumerate(zip(self.index.units, paths, strict=True)):
             file = self.index.opened.get(path) or opened[path]
-            found = file.find(fill(part.tensor, unit.captured))
-            value = viewed(file, found, part) if isinstance(found, StoredArray | np.ndarray) else found
+            stored_value = file.find(fill(part.tensor, unit.captured))
+            value = (
+                viewed(file, stored_value, part) if isinstance(stored_value, StoredArray | np.ndarray) else stored_value
+            )
             examples = of_unit.get(number, [])
-            for example, one in zip(examples, self._spread(value, examples, part, unit.count), strict=True):
-                made[example] = one
-        return made
+            for example, example_value in zip(examples, self._spread(value, examples, part, unit.count), strict=True):
+                column[example] = example_value
+        return column
 
     def _spread(self, values: Any, examples: Sequence[int], part: Part, count: int) -> list[Any]:
         """Values of ``examples`` from an array or list with values of ``count`` examples."""
@@ -201,7 +203,7 @@ class FolderColumns:
         if isinstance(values, np.ndarray):
             return self._spread_array(values, examples, part, count)
         if isinstance(values, list | tuple) and (len(values) == count and not (count == 1 and index.numbered)):
-            return [_plain(values[int(index.within[n]) if count != len(index.ids) else n]) for n in examples]
+            return [_plain(values[int(index.positions[n]) if count != len(index.ids) else n]) for n in examples]
         if len(examples) <= 1 or not isinstance(values, list | tuple):
             return [_plain(values)] * len(examples)
         raise FormatError(f"{part.table}: expected {count} values, found {len(values)}", path=self.root)
@@ -233,13 +235,13 @@ class FolderColumns:
             raise FormatError(
                 f"{part.table}: expected {count} values, one per example, found {list(values.shape)}", path=self.root
             )
-        made = []
+        column = []
         for example, n in zip(examples, tokens.tolist(), strict=True):
-            one = values[int(index.within[example]) if count != 1 else 0]
+            example_values = values[int(index.positions[example]) if count != 1 else 0]
             skip = int(index.skipped[example])
             room = self._room(part)
-            made.append(_plain(one[skip : skip + n] if one.ndim and room else one))
-        return made
+            column.append(_plain(example_values[skip : skip + n] if example_values.ndim and room else example_values))
+        return column
 
     def _room(self, part: Part) -> bool:
         """Whether a part has a value for each token."""
@@ -264,7 +266,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, StoredArray):
         raise FormatError("expected a value, found a list of tensors")
     if isinstance(value, dict):
-        return {utf8(str(key)): _plain(each) for key, each in value.items()}
+        return {utf8(str(key)): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple | set):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     return utf8(value) if isinstance(value, str) else value

@@ -47,26 +47,26 @@ class Pattern:
 
     def match(self, name: str) -> dict[str, Name] | None:
         """The captured values, or None."""
-        found = self._regex.fullmatch(name)
-        if found is None:
+        match = self._regex.fullmatch(name)
+        if match is None:
             return None
-        return {key: int(text) if key in self.numbers else text for key, text in found.groupdict().items()}
+        return {key: int(text) if key in self.numbers else text for key, text in match.groupdict().items()}
 
     def span(self, name: str, capture: str) -> tuple[int, int]:
         """Start and end of a capture in a name that matches."""
-        found = self._regex.fullmatch(name)
-        assert found is not None
-        return found.span(capture)
+        match = self._regex.fullmatch(name)
+        assert match is not None
+        return match.span(capture)
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        parts, at = [], 0
-        for found in _CAPTURE.finditer(self.text):
-            parts.append(re.escape(self.text[at : found.start()]))
-            kind = "[0-9]{1,18}" if found[1] in self.numbers else "[^/]+"
-            parts.append(f"(?P<{found[1]}>{kind})")
-            at = found.end()
-        return re.compile("".join(parts) + re.escape(self.text[at:]))
+        parts, position = [], 0
+        for match in _CAPTURE.finditer(self.text):
+            parts.append(re.escape(self.text[position : match.start()]))
+            kind = "[0-9]{1,18}" if match[1] in self.numbers else "[^/]+"
+            parts.append(f"(?P<{match[1]}>{kind})")
+            position = match.end()
+        return re.compile("".join(parts) + re.escape(self.text[position:]))
 
 
 @dataclass(frozen=True)
@@ -134,20 +134,20 @@ class _Table:
     def error(self, key: str, text: str) -> ActshardError:
         return self.reader.error(self.name, key, text, self.number)
 
-    def check(self, known: Iterable[str]) -> None:
+    def check(self, keys: Iterable[str]) -> None:
         for key in self.values:
-            if key not in known:
-                raise self.error(key, f"unknown key; known are {', '.join(known)}")
+            if key not in keys:
+                raise self.error(key, f"unknown key; known are {', '.join(keys)}")
 
     def get(self, key: str) -> Any:
         """The value, resolved if it is a pointer."""
         return self.resolved(key, self.values.get(key))
 
     def resolved(self, key: str, value: Any) -> Any:
-        if isinstance(value, str) and (found := _POINTER.match(value)):
-            return self.reader.follow(found[1], found[2], lambda text: self.error(key, text))
+        if isinstance(value, str) and (match := _POINTER.match(value)):
+            return self.reader.follow(match[1], match[2], lambda text: self.error(key, text))
         if isinstance(value, list | tuple):
-            return [self.resolved(key, each) for each in value]
+            return [self.resolved(key, entry) for entry in value]
         return value
 
     def text(self, key: str) -> str | None:
@@ -183,12 +183,12 @@ class _Table:
             raise self.error(key, f"expected a name below the folder, found {show(text)}")
         captures: list[str] = []
         numbers = set()
-        for found in _CAPTURE.finditer(text):
-            if found[1] not in allowed or found[1] in captures:
-                raise self.error(key, f"expected each of {', '.join(allowed)} once in braces, found {show(found[0])}")
-            captures.append(found[1])
-            if found[2] != "s":
-                numbers.add(found[1])
+        for match in _CAPTURE.finditer(text):
+            if match[1] not in allowed or match[1] in captures:
+                raise self.error(key, f"expected each of {', '.join(allowed)} once in braces, found {show(match[0])}")
+            captures.append(match[1])
+            if match[2] != "s":
+                numbers.add(match[1])
         if re.search(r"[{}]", _CAPTURE.sub("", text)):
             raise self.error(key, f"expected braces such as {{example:d}} or {{layer:s}}, found {show(text)}")
         return Pattern(text, tuple(captures), frozenset(numbers))
@@ -258,15 +258,17 @@ class DescriptionReader:
 
     def _line(self, table: str, key: str, number: int) -> int | None:
         """The line of a key, which TOML's parser does not report."""
-        here, seen = "", 0
-        for count, line in enumerate(self.text.splitlines(), 1):
-            if found := re.match(r"\s*\[\[?\s*([A-Za-z_]+(?:\.[A-Za-z_]+)*)\s*\]\]?", line):
-                here = found[1]
-                seen += here == table
-                if not key and here == table and seen > number:
-                    return count
-            elif here == table and (seen > number or not table) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line):
-                return count
+        section, count = "", 0
+        for line_number, line in enumerate(self.text.splitlines(), 1):
+            if match := re.match(r"\s*\[\[?\s*([A-Za-z_]+(?:\.[A-Za-z_]+)*)\s*\]\]?", line):
+                section = match[1]
+                count += section == table
+                if not key and section == table and count > number:
+                    return line_number
+            elif (
+                section == table and (count > number or not table) and re.match(rf"\s*\"?{re.escape(key)}\"?\s*=", line)
+            ):
+                return line_number
         if (parent := table.rpartition(".")) and parent[0]:  # an inline or missing table
             return self._line(parent[0], parent[2], number)
         return None
@@ -297,8 +299,8 @@ class DescriptionReader:
         if file is not None:
             if not isinstance(file, str) or not file:
                 raise table.error("file", f"expected a name, found {show(file)}")
-            if found := _POINTER.match(file):
-                pointer = (found[1], found[2])
+            if match := _POINTER.match(file):
+                pointer = (match[1], match[2])
             else:
                 files = table.pattern("file" if "file" in table.values else "files", file, allowed)
         return Part(
@@ -388,8 +390,8 @@ class DescriptionReader:
         table = _Table("lengths", values, self)
         table.check(("file", *_OF_ARRAY, "kind", "pad"))
         kind = table.one_of("kind", ("lengths", "mask", "offsets", "starts"))
-        made = replace(self.part(table, self._allowed(activations)), kind=kind)
-        return replace(made, pad=table.one_of("pad", ("right", "left")))
+        part = replace(self.part(table, self._allowed(activations)), kind=kind)
+        return replace(part, pad=table.one_of("pad", ("right", "left")))
 
     def tokens(self, values: Any, activations: Part) -> Part | None:
         if values is None:
@@ -401,9 +403,9 @@ class DescriptionReader:
     def columns(self, values: Any, activations: Part) -> tuple[Part, ...]:
         if not isinstance(values, list):
             raise self.error("columns", "", "expected [[columns]] tables")
-        made = []
-        for number, each in enumerate(values):
-            table = _Table("columns", each, self, number)
+        parts = []
+        for number, column in enumerate(values):
+            table = _Table("columns", column, self, number)
             table.check(("file", "name", "by", "commit", "metadata", *_OF_ARRAY))
             part = self.part(table, self._allowed(activations))
             by, commit, metadata = table.text("by") or "", table.flag("commit"), table.flag("metadata")
@@ -412,8 +414,8 @@ class DescriptionReader:
             if commit and not by:
                 raise table.error("commit", "expected 'by', the field that numbers examples, with it")
             name = table.text("name") or (str(part.tensor[-1]) if part.tensor else "")
-            made.append(replace(part, name=name, by=by, commit=commit, metadata=metadata))
-        return tuple(made)
+            parts.append(replace(part, name=name, by=by, commit=commit, metadata=metadata))
+        return tuple(parts)
 
     @staticmethod
     def _allowed(activations: Part) -> tuple[str, ...]:
@@ -437,29 +439,29 @@ def read_layout(layout: Any) -> Any:
     if layout is None or isinstance(layout, LayoutText) or (isinstance(layout, str) and "\n" in layout):
         return layout
     try:
-        place = Location.of(os.fspath(layout), "layout")
+        path = Location.of(os.fspath(layout), "layout")
     except TypeError as error:  # the type's __fspath__ is wrong
         raise ArgumentTypeError(f"layout: expected a path, TOML text or a dict: {error}") from error
-    if isinstance(layout, str) and "=" in layout and not place.exists():  # not the path of date=2026/layout.toml
+    if isinstance(layout, str) and "=" in layout and not path.exists():  # not the path of date=2026/layout.toml
         return layout
-    return _read_text(place)
+    return _read_text(path)
 
 
 def _plain(value: Any) -> Any:
     """Mappings and lists of a description, copied."""
     if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-def _read_text(place: Location) -> LayoutText:
-    data = place.read(0, min(place.regular("read").size, LARGEST + 1))
+def _read_text(path: Location) -> LayoutText:
+    data = path.read(0, min(path.regular("read").size, LARGEST + 1))
     if len(data) > LARGEST:
-        raise FormatError(f"expected a description of at most {LARGEST} bytes, found more", path=place.place)
+        raise FormatError(f"expected a description of at most {LARGEST} bytes, found more", path=path.place)
     try:
-        return LayoutText.of(data.decode(), place.place)
+        return LayoutText.of(data.decode(), path.place)
     except UnicodeDecodeError as error:
-        raise FormatError("expected UTF-8 text", path=place.place, offset=error.start) from error
+        raise FormatError("expected UTF-8 text", path=path.place, offset=error.start) from error
 
 
 def read(root: Location, layout: Any = None) -> Description:
@@ -475,11 +477,13 @@ def read(root: Location, layout: Any = None) -> Description:
     """
     if isinstance(layout, Mapping):
         return DescriptionReader(root, None, "").description(layout)
-    known = find(root) if layout is None and not (root / NAME).exists() else None
-    if known is not None:
-        reader = DescriptionReader(root, known.manifest.place, "")
-        made = reader.description({"version": 1, **known.description()})
-        return replace(made, program=known.program, metadata=known.value, remarks=known.remarks())
+    known_folder = find(root) if layout is None and not (root / NAME).exists() else None
+    if known_folder is not None:
+        reader = DescriptionReader(root, known_folder.manifest.place, "")
+        description = reader.description({"version": 1, **known_folder.description()})
+        return replace(
+            description, program=known_folder.program, metadata=known_folder.value, remarks=known_folder.remarks()
+        )
     text = _read_text(root / NAME) if layout is None else read_layout(layout)
     source = text.path if isinstance(text, LayoutText) else None
     try:

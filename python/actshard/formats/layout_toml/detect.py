@@ -15,10 +15,10 @@ def detect(path: Location) -> Evidence:
     if path.kind() != "folder":
         return Evidence(False, _LOOKED_FOR, "a file")
     if (path / NAME).kind() != "file":
-        known = find(path)
-        if known is None:
+        known_folder = find(path)
+        if known_folder is None:
             return Evidence(False, _LOOKED_FOR, f"no {NAME}")
-        return Evidence(True, _LOOKED_FOR, f"{known.manifest.name} of {known.program}")
+        return Evidence(True, _LOOKED_FOR, f"{known_folder.manifest.name} of {known_folder.program}")
     if path.is_remote and beginning(path / NAME).lstrip()[:1] in (b"{", b"<"):
         # some web servers return JSON or an HTML page for every name
         return Evidence(False, _LOOKED_FOR, f"a {NAME} that is not TOML", near=True)

@@ -71,15 +71,15 @@ class OpenedFile(ABC):
     def names(self, steps: Sequence[Name]) -> list[str]:
         """The keys or positions that can follow these steps, as strings."""
 
-    def array(self, found: Any) -> NDArray[Any]:
+    def array(self, value: Any) -> NDArray[Any]:
         """The elements of a value that :meth:`find` returned. A copy."""
-        if isinstance(found, StoredArray):
-            made = np.frombuffer(_native.read_array(self.path, found), stored(found.dtype))
-            return made.reshape(found.shape)
-        made = np.asarray(found)
-        if made.dtype == object:
-            raise UnsupportedError(f"expected an array, found {type(found).__name__}", path=self.path)
-        return made
+        if isinstance(value, StoredArray):
+            array = np.frombuffer(_native.read_array(self.path, value), stored(value.dtype))
+            return array.reshape(value.shape)
+        array = np.asarray(value)
+        if array.dtype == object:
+            raise UnsupportedError(f"expected an array, found {type(value).__name__}", path=self.path)
+        return array
 
 
 class _TorchOpened(OpenedFile):
@@ -89,20 +89,20 @@ class _TorchOpened(OpenedFile):
         self.gzipped = file.is_gzipped
 
     def find(self, steps: Sequence[Name]) -> Any:
-        found = self.file.find(steps)
-        if isinstance(found, RefusedObject):
-            at = ".".join(map(str, steps))
-            raise UnsupportedError(f"{at or 'the saved object'}: unsupported: {found.name}", path=self.path)
-        return found
+        value = self.file.find(steps)
+        if isinstance(value, RefusedObject):
+            key_path = ".".join(map(str, steps))
+            raise UnsupportedError(f"{key_path or 'the saved object'}: unsupported: {value.name}", path=self.path)
+        return value
 
     def names(self, steps: Sequence[Name]) -> list[str]:
-        found = self.file.find(steps)
-        if isinstance(found, dict):
-            return [str(key) for key in found if type(key) in (int, str)]
-        return [str(n) for n in range(len(found))] if isinstance(found, list | tuple) else []
+        value = self.file.find(steps)
+        if isinstance(value, dict):
+            return [str(key) for key in value if type(key) in (int, str)]
+        return [str(n) for n in range(len(value))] if isinstance(value, list | tuple) else []
 
-    def array(self, found: Any) -> NDArray[Any]:
-        return self.file.array(found)
+    def array(self, value: Any) -> NDArray[Any]:
+        return self.file.array(value)
 
 
 class _ArraysOpened(OpenedFile):
@@ -129,8 +129,8 @@ class _ArraysOpened(OpenedFile):
         flat = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
         try:
             texts = np.frombuffer(flat.tobytes(), f"{codec}{values.shape[-1]}") if width else np.zeros(0, codec)
-            made = texts.reshape(values.shape[:-1])
-            return (made if codec == "U" else np.char.decode(made, "utf-8")).tolist()
+            strings = texts.reshape(values.shape[:-1])
+            return (strings if codec == "U" else np.char.decode(strings, "utf-8")).tolist()
         except (ValueError, UnicodeError) as error:
             raise FormatError(f"expected strings, found other bytes: {error}", path=self.path) from error
 
@@ -146,13 +146,13 @@ def _raw(path: Location, part: Part) -> OpenedFile:
     size = path.regular("read").size - part.offset
     item = stored(part.dtype).itemsize
     shape = list(part.shape if part.shape is not None else (-1,))
-    known = math.prod(n for n in shape if n >= 0) * item
-    if -1 in shape and known and size >= 0 and size % known == 0:
-        shape[shape.index(-1)] = size // known
-    elif -1 in shape and size == 0 and not known:
+    known_bytes = math.prod(n for n in shape if n >= 0) * item
+    if -1 in shape and known_bytes and size >= 0 and size % known_bytes == 0:
+        shape[shape.index(-1)] = size // known_bytes
+    elif -1 in shape and size == 0 and not known_bytes:
         shape[shape.index(-1)] = 0
     if -1 in shape or size != math.prod(shape) * item:
-        need = f"a multiple of {known}" if -1 in shape else str(math.prod(shape) * item)
+        need = f"a multiple of {known_bytes}" if -1 in shape else str(math.prod(shape) * item)
         raise FormatError(
             f"{part.table}: shape {shape} of {part.dtype}: expected {need} bytes, found {size}", path=path
         )
@@ -184,28 +184,28 @@ class _Hdf5Opened(OpenedFile):
 
         if not isinstance(value, h5py.Dataset):
             return
-        at = value.id.get_offset()
-        if value.chunks is not None or at is None or value.external:
+        offset = value.id.get_offset()
+        if value.chunks is not None or offset is None or value.external:
             self.sets[name] = f"{name}: a chunked or empty dataset; only contiguous ones are read: h5repack -l CONTI"
             return
         try:
             swapped = value.dtype.byteorder == ">"
-            found = _native_name(value.dtype.newbyteorder("="))
+            dtype_name = _native_name(value.dtype.newbyteorder("="))
         except ActshardError:
             self.sets[name] = f"{name}: unsupported dtype {value.dtype}"
             return
         shape = list(value.shape)
         strides = list(itertools.accumulate([max(n, 1) for n in shape[:0:-1]], operator.mul, initial=1))[::-1]
-        self.sets[name] = StoredArray(found, shape, strides if shape else [], at, swapped)
+        self.sets[name] = StoredArray(dtype_name, shape, strides if shape else [], offset, swapped)
 
     def find(self, steps: Sequence[Name]) -> Any:
         name = "/".join(map(str, steps))
-        found = self.sets.get(name)
-        if isinstance(found, str):
-            raise UnsupportedError(found, path=self.path)
-        if found is None:
+        entry = self.sets.get(name)
+        if isinstance(entry, str):
+            raise UnsupportedError(entry, path=self.path)
+        if entry is None:
             raise FormatError(f"expected a dataset {name!r}, found {', '.join(list(self.sets)[:12])}", path=self.path)
-        return found
+        return entry
 
     def names(self, steps: Sequence[Name]) -> list[str]:
         front = "".join(f"{step}/" for step in steps)
@@ -221,55 +221,57 @@ def _native_name(dtype: np.dtype[Any]) -> str:
 def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> list[OpenedFile]:
     """Parses files in parallel. Reads no elements."""
     kinds = {kind_of(path.name, part) for path in paths}
-    made: dict[Location, OpenedFile] = {}
+    files_by_path: dict[Location, OpenedFile] = {}
     for kind in sorted(kinds):
         these = [path for path in paths if kind_of(path.name, part) == kind]
         if kind == "torch":
-            made |= {file.path: _TorchOpened(file) for file in read_torch(these, limit)}
+            files_by_path |= {file.path: _TorchOpened(file) for file in read_torch(these, limit)}
         elif kind == "raw":
-            made |= {path: _raw(path, part) for path in these}
+            files_by_path |= {path: _raw(path, part) for path in these}
         elif kind == "h5":
-            made |= {path: _Hdf5Opened(path) for path in these}
+            files_by_path |= {path: _Hdf5Opened(path) for path in these}
         else:
-            found = _native.read_arrays(these, kind)
-            for path, (arrays, metadata) in zip(these, found, strict=True):
-                made[path] = _ArraysOpened(path, {name: (a, k) for name, a, k in arrays}, dict(metadata))
-    return [made[path] for path in paths]
+            headers = _native.read_arrays(these, kind)
+            for path, (arrays, metadata) in zip(these, headers, strict=True):
+                files_by_path[path] = _ArraysOpened(path, {name: (a, k) for name, a, k in arrays}, dict(metadata))
+    return [files_by_path[path] for path in paths]
 
 
-def viewed(file: OpenedFile, found: Any, part: Part) -> NDArray[Any]:
+def viewed(file: OpenedFile, value: Any, part: Part) -> NDArray[Any]:
     """The elements of a value, reinterpreted as the part's dtype if that is given."""
-    if isinstance(found, StoredArray) and part.dtype is not None and found.dtype != part.dtype:
-        found = found.viewed(part.dtype)
-    return file.array(found)
+    if isinstance(value, StoredArray) and part.dtype is not None and value.dtype != part.dtype:
+        value = value.viewed(part.dtype)
+    return file.array(value)
 
 
 def matches(root: Location, pattern: Pattern, listing: Listing | None = None) -> list[tuple[dict[str, Name], Location]]:
     """Files whose names match a pattern, sorted by the captures batch, example and layer."""
     entries = _entries if listing is None else listing.entries
     exists = Location.exists if listing is None else listing.exists
-    found = [("", root)]
+    candidates = [("", root)]
     parts = pattern.text.split("/")
     for depth, text in enumerate(parts):
         last = depth == len(parts) - 1
         inner: list[tuple[str, Location]] = []
-        for name, folder in found:
+        for name, folder in candidates:
             if "{" not in text:
                 inner.append((f"{name}{text}", folder / text))
                 continue
             names = entries(folder, text.partition("{")[0])
             inner += [(f"{name}{entry}", folder / entry) for entry in names]
-        found = inner if last else [(f"{name}/", at) for name, at in inner if at.kind() == "folder"]
-    made: list[tuple[dict[str, Name], Location]] = []
-    for name, at in found:
+        candidates = (
+            inner if last else [(f"{name}/", location) for name, location in inner if location.kind() == "folder"]
+        )
+    captured_files: list[tuple[dict[str, Name], Location]] = []
+    for name, location in candidates:
         values = pattern.match(name)
-        if values is not None and ("{" in parts[-1] or exists(at)):
-            made.append((values, at))
-    made.sort(key=lambda each: order_of(each[0]))
-    for (before, a), (after, b) in itertools.pairwise(made):
+        if values is not None and ("{" in parts[-1] or exists(location)):
+            captured_files.append((values, location))
+    captured_files.sort(key=lambda captured_file: order_of(captured_file[0]))
+    for (before, a), (after, b) in itertools.pairwise(captured_files):
         if before == after:
             raise FormatError(f"two files are {_captures(after)}: {a.name} and {b.name}", path=root)
-    return made
+    return captured_files
 
 
 def missing_files(
@@ -281,8 +283,8 @@ def missing_files(
         return []
     paths: dict[FileKey, Location] = {}
     for captured, path in files:
-        above = (captured["batch"],) if capture == "example" and "batch" in captured else ()
-        paths[*above, captured[capture]] = path
+        batch = (captured["batch"],) if capture == "example" and "batch" in captured else ()
+        paths[*batch, captured[capture]] = path
 
     def name(number: int, gap: Gap) -> str:
         neighbor = paths[gap.neighbor].relative_to(root)
@@ -327,8 +329,8 @@ def array_in(table: pa.Table, name: str) -> pa.Array:
     """A column as one array."""
     import pyarrow as pa
 
-    made = table[name].combine_chunks()
-    return pa.concat_arrays(made.chunks) if isinstance(made, pa.ChunkedArray) else made
+    column = table[name].combine_chunks()
+    return pa.concat_arrays(column.chunks) if isinstance(column, pa.ChunkedArray) else column
 
 
 def lines_of(path: Location) -> list[dict[str, Any]]:
@@ -340,11 +342,11 @@ def lines_of(path: Location) -> list[dict[str, Any]]:
         return _csv(path, "\t" if lower.endswith(".tsv") else ",")
     if lower.endswith(".json"):
         value = read_json(path)
-        if isinstance(value, dict) and value and all(isinstance(each, list) for each in value.values()):
-            lengths = {len(each) for each in value.values()}
+        if isinstance(value, dict) and value and all(isinstance(column, list) for column in value.values()):
+            lengths = {len(column) for column in value.values()}
             if len(lengths) == 1:
-                return [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
-        if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+                return [dict(zip(value, row, strict=True)) for row in zip(*value.values(), strict=True)]
+        if isinstance(value, list) and all(isinstance(line, dict) for line in value):
             return value
         raise FormatError("expected a list of objects", path=path)
     if lower.endswith(".parquet"):
@@ -374,20 +376,20 @@ def _csv(path: Location, delimiter: str) -> list[dict[str, Any]]:
     for number, row in enumerate(lines, 2):
         if len(row) != len(header):
             raise FormatError(f"line {number}: expected {len(header)} values, found {len(row)}", path=path)
-    columns = [_typed([row[i] for row in lines]) for i in range(len(header))]
+    columns = [_convert_texts([row[i] for row in lines]) for i in range(len(header))]
     return [dict(zip(header, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
-def _typed(texts: list[str]) -> list[Any]:
+def _convert_texts(texts: list[str]) -> list[Any]:
     """A column's values as integers or floats if all of them can be converted; else as strings."""
     converters: tuple[Callable[[str], Any], ...] = (int, float)
     for convert in converters:
         try:
-            made = [convert(text) for text in texts]
+            values = [convert(text) for text in texts]
         except ValueError:
             continue
-        if convert is float or all(str(value) == text for value, text in zip(made, texts, strict=True)):
-            return made
+        if convert is float or all(str(value) == text for value, text in zip(values, texts, strict=True)):
+            return values
     return list(texts)
 
 

@@ -85,7 +85,7 @@ def geometry(
     if len(names) != len(shape):
         raise FormatError(f"axes {list(names)}: expected {len(names)} axes, found the shape {list(shape)}", path=path)
     first = 0
-    made: dict[str, Axis] = {}
+    axis_by_name: dict[str, Axis] = {}
     for name, count, stride in zip(names, shape, strides, strict=True):
         if name == "1":
             if count != 1:
@@ -95,28 +95,28 @@ def geometry(
                 raise FormatError(f"axis {name!r}: expected a position below {count}, found {select[name]}", path=path)
             first += select[name] * stride
         else:
-            made |= _split(name, Axis(count, stride), factors, path)
-    return Geometry(first, made)
+            axis_by_name |= _split(name, Axis(count, stride), factors, path)
+    return Geometry(first, axis_by_name)
 
 
-def _split(name: str, whole: Axis, factors: Mapping[str, int], path: Location) -> dict[str, Axis]:
+def _split(name: str, axis: Axis, factors: Mapping[str, int], path: Location) -> dict[str, Axis]:
     """The axes of ``"a*b"``, of which at most one has an unknown count."""
     parts = name.split("*")
     if len(parts) == 1:
-        return {name: whole}
+        return {name: axis}
     unknown = [part for part in parts if part not in factors]
-    known = 1
+    known_count = 1
     for part in parts:
-        known *= factors.get(part, 1)
+        known_count *= factors.get(part, 1)
     counts = {part: factors.get(part, 0) for part in parts}
-    if len(unknown) == 1 and known and whole.count % known == 0:
-        counts[unknown[0]] = whole.count // known
-    elif unknown or known != whole.count:
+    if len(unknown) == 1 and known_count and axis.count % known_count == 0:
+        counts[unknown[0]] = axis.count // known_count
+    elif unknown or known_count != axis.count:
         shown = ", ".join(f"{part} {factors.get(part, '?')}" for part in parts)
-        raise FormatError(f"axis {name!r} of {whole.count}: cannot be split ({shown})", path=path)
-    made: dict[str, Axis] = {}
-    stride = whole.stride
+        raise FormatError(f"axis {name!r} of {axis.count}: cannot be split ({shown})", path=path)
+    axes: dict[str, Axis] = {}
+    stride = axis.stride
     for part in reversed(parts):
-        made[part] = Axis(counts[part], stride)
+        axes[part] = Axis(counts[part], stride)
         stride *= counts[part]
-    return made
+    return axes

@@ -50,17 +50,17 @@ class _Group:
 
 
 def _groups(root: Location) -> list[_Group]:
-    found: dict[str, _Group] = {}
+    groups: dict[str, _Group] = {}
     for number, (path, entry) in enumerate(root.files(sizes=True)):
         if number >= _MOST_FILES:
             break
         name = path.relative_to(root)
         if name.count("/") > 2 or path.name.startswith("."):
             continue
-        group = found.setdefault(re.sub(r"[0-9]+", "#", name), _Group(name, [], 0))
+        group = groups.setdefault(re.sub(r"[0-9]+", "#", name), _Group(name, [], 0))
         group.files.append(path)
         group.bytes += entry.size or 0
-    return sorted(found.values(), key=lambda group: (-group.bytes, group.pattern))
+    return sorted(groups.values(), key=lambda group: (-group.bytes, group.pattern))
 
 
 def _pattern(root: Location, group: _Group) -> tuple[str, list[str], list[str]]:
@@ -97,17 +97,17 @@ def _layer_number(root: Location, group: _Group) -> int | None:
 
 
 def _arrays(
-    value: Any, file: OpenedFile, at: tuple[Name, ...] = (), depth: int = 0
+    value: Any, file: OpenedFile, steps: tuple[Name, ...] = (), depth: int = 0
 ) -> Iterator[tuple[tuple[Name, ...], StoredArray]]:
     """Arrays of a file, each with its keys and positions, at most four levels deep."""
     if isinstance(value, StoredArray):
-        yield at, value
+        yield steps, value
     elif isinstance(value, dict) and depth < 4:
         for key, inner in list(value.items())[:512]:
-            yield from _arrays(inner, file, (*at, key if isinstance(key, str | int) else str(key)), depth + 1)
+            yield from _arrays(inner, file, (*steps, key if isinstance(key, str | int) else str(key)), depth + 1)
     elif isinstance(value, list | tuple) and depth < 4:
         for n, inner in enumerate(value[:512]):
-            yield from _arrays(inner, file, (*at, n), depth + 1)
+            yield from _arrays(inner, file, (*steps, n), depth + 1)
 
 
 def _all_arrays(file: OpenedFile) -> list[tuple[tuple[Name, ...], StoredArray]]:
@@ -117,7 +117,7 @@ def _all_arrays(file: OpenedFile) -> list[tuple[tuple[Name, ...], StoredArray]]:
     torch = getattr(file, "file", None)
     if torch is not None:
         return list(_arrays(torch.value, file))
-    return [((name,), found) for name, found in getattr(file, "sets", {}).items() if isinstance(found, StoredArray)]
+    return [((name,), value) for name, value in getattr(file, "sets", {}).items() if isinstance(value, StoredArray)]
 
 
 def _steps_text(steps: tuple[Name, ...]) -> str:
@@ -128,8 +128,8 @@ def _steps_text(steps: tuple[Name, ...]) -> str:
 def _with_layer(steps: tuple[Name, ...], every: list[tuple[Name, ...]]) -> tuple[tuple[Name, ...], int]:
     """The steps with a capture in place of the layer's number, and the number of layers."""
     for n, step in enumerate(steps):
-        for found in re.finditer(r"[0-9]+", str(step)):
-            front, back = str(step)[: found.start()], str(step)[found.end() :]
+        for match in re.finditer(r"[0-9]+", str(step)):
+            front, back = str(step)[: match.start()], str(step)[match.end() :]
             regex = re.compile(re.escape(front) + r"[0-9]+" + re.escape(back))
             alike = {
                 str(s[n])
@@ -166,11 +166,11 @@ def guess(root: Location) -> Proposal:
             return _proposed(root, group, groups, arrays, wide)
     raw = next((group for group in groups if group.files[0].name.endswith((".bin", ".memmap", ".dat", ".raw"))), None)
     if raw is not None:
-        return _of_raw(root, raw)
+        return _propose_raw(root, raw)
     raise FormatError("found no file with a floating-point array of two or more axes", path=root)
 
 
-def _of_raw(root: Location, group: _Group) -> Proposal:
+def _propose_raw(root: Location, group: _Group) -> Proposal:
     pattern, _, unsure = _pattern(root, group)
     unsure.append("a raw file contains neither shape nor dtype: fill in both")
     for path, _ in root.files():
@@ -193,20 +193,20 @@ def _of_raw(root: Location, group: _Group) -> Proposal:
 
 
 def _proposal(lines: list[str], unsure: list[str]) -> Proposal:
-    return Proposal("\n".join([*(f"# unsure: {each}" for each in unsure), *lines]) + "\n", unsure)
+    return Proposal("\n".join([*(f"# unsure: {reason}" for reason in unsure), *lines]) + "\n", unsure)
 
 
 def _unmatched(group: _Group, groups: list[_Group]) -> list[str]:
     """Remarks about large files with the same suffix that the pattern does not match."""
     suffix = group.files[0].name.rpartition(".")[2]
-    others = [path for g in groups if g is not group for path in g.files if path.name.rpartition(".")[2] == suffix]
+    other_files = [path for g in groups if g is not group for path in g.files if path.name.rpartition(".")[2] == suffix]
     # Small files contain lengths, token ids and the like, which have separate tables.
-    large = [g for g in groups if g is not group and g.files[0] in others and g.bytes * 8 > group.bytes]
-    left = sum(len(g.files) for g in large)
-    if not left:
+    large = [g for g in groups if g is not group and g.files[0] in other_files and g.bytes * 8 > group.bytes]
+    count = sum(len(g.files) for g in large)
+    if not count:
         return []
     return [
-        f"{left:,} other .{suffix} files are left out, such as {large[0].pattern!r}: if they belong to the dataset, capture the "
+        f"{count:,} other .{suffix} files are left out, such as {large[0].pattern!r}: if they belong to the dataset, capture the "
         "varying part of their names with {layer:s}, {batch:s} or {example:s}"
     ]
 
@@ -222,12 +222,12 @@ def _proposed(
     unsure += _unmatched(group, groups)
 
     def elements(array: StoredArray) -> int:
-        made = 1
+        count = 1
         for n in array.shape:
-            made *= n
-        return made
+            count *= n
+        return count
 
-    steps, array = max(wide, key=lambda each: elements(each[1]))
+    steps, array = max(wide, key=lambda entry: elements(entry[1]))
     tensor, layers = _with_layer(steps, [s for s, _ in wide])
     names = {str(s[-1]): (s, a) for s, a in arrays if s}
     single = {g.pattern.rpartition("/")[2].partition(".")[0]: g for g in groups if g is not group and len(g.files) == 1}
@@ -286,13 +286,13 @@ def _axes(
     """Names of axes by their number and by the shape of the token ids."""
     if len(shape) == 2 and tokens is not None and len(tokens) == 2 and tokens[0] * tokens[1] == shape[0]:
         return ["example*token", "dim"]
-    one = "example" in captures
+    is_one_example = "example" in captures
     if len(shape) == 2:
-        if not one:
+        if not is_one_example:
             unsure.append("two axes: taken as rows of all examples; they may be the tokens of one example")
-        return ["token" if one else "row", "dim"]
+        return ["token" if is_one_example else "row", "dim"]
     if len(shape) == 3:
-        if one:
+        if is_one_example:
             if shape[0] == 1:
                 return ["1", "token", "dim"]
             unsure.append("the first of three axes is taken as the layer")
@@ -301,5 +301,5 @@ def _axes(
         return ["example", "token", "dim"]
     if len(shape) == 4 and not layered:
         unsure.append("four axes: taken as example, layer, token, dim; layer and token may be swapped")
-        return ["1" if one and shape[0] == 1 else "example", "layer", "token", "dim"]
+        return ["1" if is_one_example and shape[0] == 1 else "example", "layer", "token", "dim"]
     raise FormatError(f"an array of shape {shape}: write its axes by hand; see docs/formats/layout.md")

@@ -64,7 +64,7 @@ class RowIndex:
         numbers, starts: row file and offset of the first row, by layer and example, flattened.
         tokens: rows per example.
         skipped: leading tokens of each example that are padding, for columns.
-        within: position of each example in its unit.
+        positions: position of each example in its unit.
         ids: the captured example, or its position.
         even: row file, first offset and bytes between examples, by layer, if all examples are at equal distances in one unit.
             Then ``numbers`` and ``starts`` are empty, and ``tokens`` and ``skipped`` repeat one value.
@@ -80,11 +80,11 @@ class RowIndex:
     starts: NDArray[np.uint64]
     tokens: NDArray[np.uint32]
     skipped: NDArray[np.int64]
-    within: Sequence[int] | NDArray[np.int64]
+    positions: Sequence[int] | NDArray[np.int64]
     ids: Sequence[Name]
     numbered: bool
     """Whether ``ids`` come from file names."""
-    kept: NDArray[np.int64] | None = None
+    selection: NDArray[np.int64] | None = None
     """Positions of the selected examples among the examples of all units; None: all."""
     opened: dict[Location, OpenedFile] = field(default_factory=dict)
     even: tuple[tuple[int, int, int], ...] | None = None
@@ -108,26 +108,26 @@ def units_of(root: Location, description: Description, listing: Listing | None =
     """Matches files and groups them into units, in order. Every unit has the same layers."""
     pattern = description.activations.files
     assert pattern is not None  # checked when the description was read
-    found = matches(root, pattern, listing)
-    if not found:
+    files = matches(root, pattern, listing)
+    if not files:
         raise MissingFileError(f"expected files named {pattern.text!r}, found none", path=root)
-    units: dict[tuple[Name | None, Name | None], Unit] = {}  # in the order of the files
-    for captured, path in found:
+    units_by_key: dict[tuple[Name | None, Name | None], Unit] = {}  # in the order of the files
+    for captured, path in files:
         layer = captured.pop("layer", None)
         key = (captured.get("batch"), captured.get("example"))
-        if key not in units:
-            units[key] = Unit(captured, {})
-        units[key].paths[layer] = path
-    made = list(units.values())
-    layers = sorted({layer for unit in made for layer in unit.paths}, key=lambda n: (isinstance(n, str), n))
-    for unit in made:
+        if key not in units_by_key:
+            units_by_key[key] = Unit(captured, {})
+        units_by_key[key].paths[layer] = path
+    units = list(units_by_key.values())
+    layers = sorted({layer for unit in units for layer in unit.paths}, key=lambda n: (isinstance(n, str), n))
+    for unit in units:
         for layer in layers:
             if layer not in unit.paths:
                 name = ", ".join(f"{k} {v}" for k, v in unit.captured.items()) or "the dataset"
                 raise MissingFileError(f"{name} has no file of layer {layer!r}", path=unit.any)
         if len(layers) > 1:
             unit.paths = {layer: unit.paths[layer] for layer in layers}
-    return made
+    return units
 
 
 class Lengths:
@@ -146,7 +146,9 @@ class Lengths:
         part = self.part
         return part is not None and (part.pointer is not None or (part.files is not None and not part.files.captures))
 
-    def of(self, unit: Unit, opened: OpenedFile | None, others: Mapping[str, Location]) -> NDArray[Any] | None:
+    def of(
+        self, unit: Unit, opened: OpenedFile | None, paths_by_capture: Mapping[str, Location]
+    ) -> NDArray[Any] | None:
         """The stored array for a unit: lengths, masks, offsets or starts; None: shapes determine the lengths."""
         part = self.part
         if part is None:
@@ -158,7 +160,7 @@ class Lengths:
         if part.files is None:
             assert opened is not None
             return opened.array(opened.find(fill(part.tensor, unit.captured)))
-        path = others.get(_key(unit.captured, part.files))
+        path = paths_by_capture.get(_key(unit.captured, part.files))
         if path is None:
             raise missing(unit.any, f"a file {part.files.text!r} with its lengths")
         (file,) = open_files([path], part)
@@ -176,14 +178,14 @@ def by_capture(root: Location, pattern: Pattern) -> dict[str, Location]:
 
 def fill(steps: Sequence[Name], captured: Mapping[str, Name]) -> list[Name]:
     """Steps with the captured values in braces."""
-    made: list[Name] = []
+    filled_steps: list[Name] = []
     for step in steps:
         filled = step
         for name, value in captured.items():
             if isinstance(filled, str):
                 filled = filled.replace(f"{{{name}}}", str(value))
-        made.append(filled)
-    return made
+        filled_steps.append(filled)
+    return filled_steps
 
 
 def read_part(root: Location, description: Description, part: Part) -> NDArray[Any]:
@@ -193,10 +195,10 @@ def read_part(root: Location, description: Description, part: Part) -> NDArray[A
 
         reader = DescriptionReader(root, description.source, description.text)
         value = reader.follow(*part.pointer, lambda text: reader.error(part.table, "file", text))
-        made = np.asarray(value)
-        if made.dtype == object:
+        array = np.asarray(value)
+        if array.dtype == object:
             raise FormatError(f"{part.table}: expected a list of equal items", path=root / part.pointer[0])
-        return made
+        return array
     assert part.files is not None
     path = root.joinpath(*part.files.text.split("/"))
     if is_lines(path.name):
@@ -288,13 +290,13 @@ class Finder:
         self.made_files: list[RowFile] = []
         self.d_model = 0
         self.dtype = ""
-        self.others = self._others(description.lengths)
-        self.token_files = self._others(description.tokens)
-        self.scale_files = self._others(description.scales)
+        self.length_files = self._files_by_capture(description.lengths)
+        self.token_files = self._files_by_capture(description.tokens)
+        self.scale_files = self._files_by_capture(description.scales)
         self.scaler = None if description.scales is None else Scaler(root, description, description.scales, limit)
         self.scale_opened: dict[Location, OpenedFile] = {}
 
-    def _others(self, part: Part | None) -> dict[str, Location]:
+    def _files_by_capture(self, part: Part | None) -> dict[str, Location]:
         if part is None or part.files is None or not part.files.captures:
             return {}
         return by_capture(self.root, part.files)
@@ -306,71 +308,71 @@ class Finder:
     ) -> dict[Name, list[Name]]:
         """Keys and positions of each layer's array in a file; of layer 0 if they do not contain the layer."""
         steps = fill(self.part.tensor if tensor is None else tensor, captured)
-        at = next((n for n, step in enumerate(steps) if isinstance(step, str) and "{layer" in step), None)
-        if at is None:
+        index = next((n for n, step in enumerate(steps) if isinstance(step, str) and "{layer" in step), None)
+        if index is None:
             return {0: steps}
-        text = str(steps[at])
-        named = "{layer:s}" in text
+        text = str(steps[index])
+        is_text = "{layer:s}" in text
         name = text.replace("{layer:s}", "{layer}").replace("{layer:d}", "{layer}")
-        pattern = Pattern(name, ("layer",), frozenset() if named else frozenset(("layer",)))
-        found: dict[Name, list[Name]] = {}
-        for key in file.names(steps[:at]):
+        pattern = Pattern(name, ("layer",), frozenset() if is_text else frozenset(("layer",)))
+        keys_by_layer: dict[Name, list[Name]] = {}
+        for key in file.names(steps[:index]):
             if (values := pattern.match(key)) is not None:
-                found[values["layer"]] = [*steps[:at], key, *steps[at + 1 :]]
-        if not found:
-            existing = ", ".join(file.names(steps[:at])[:12]) or "nothing"
+                keys_by_layer[values["layer"]] = [*steps[:index], key, *steps[index + 1 :]]
+        if not keys_by_layer:
+            existing = ", ".join(file.names(steps[:index])[:12]) or "nothing"
             raise FormatError(f"expected keys such as {text!r}, found {existing}", path=file.path)
-        order = sorted(found, key=lambda layer: (isinstance(layer, str), layer))
-        return {layer: found[layer] for layer in order}
+        order = sorted(keys_by_layer, key=lambda layer: (isinstance(layer, str), layer))
+        return {layer: keys_by_layer[layer] for layer in order}
 
     def layers(self) -> tuple[Name, ...]:
         """Names of layers: captured, given, or counted along an axis."""
-        given = self.description.layers
+        layer_names = self.description.layers
         first = self.units[0]
         if None not in first.paths:
-            return self._chosen(tuple(layer for layer in first.paths if layer is not None), given)
+            return self._choose_layers(tuple(layer for layer in first.paths if layer is not None), layer_names)
         file = self.opened[first.any]
         if any(isinstance(step, str) and "{layer" in step for step in self.part.tensor):
-            return self._chosen(tuple(self.keys(file, first.captured)), given)
+            return self._choose_layers(tuple(self.keys(file, first.captured)), layer_names)
         names = [name for axis in self.part.axes for name in axis.split("*")]
         if "layer" not in names:
-            if len(given) > 1:
+            if len(layer_names) > 1:
                 raise FormatError(
-                    f"layers: expected one name, because the files do not distinguish layers, found {len(given)}",
+                    f"layers: expected one name, because the files do not distinguish layers, found {len(layer_names)}",
                     path=self.root,
                 )
-            return given or _ALONE
-        if given:
-            return given
+            return layer_names or _ALONE
+        if layer_names:
+            return layer_names
         if "layer" in self.part.axes:
-            found = file.find(fill(self.part.tensor, first.captured))
-            if isinstance(found, StoredArray) and len(found.shape) == len(self.part.axes):
-                return tuple(range(found.shape[self.part.axes.index("layer")]))
+            value = file.find(fill(self.part.tensor, first.captured))
+            if isinstance(value, StoredArray) and len(value.shape) == len(self.part.axes):
+                return tuple(range(value.shape[self.part.axes.index("layer")]))
         raise FormatError("layers: expected the names along the axis with 'layer', found none", path=self.root)
 
-    def _chosen(self, captured: tuple[Name, ...], given: tuple[Name, ...]) -> tuple[Name, ...]:
-        if not given:
+    def _choose_layers(self, captured: tuple[Name, ...], layer_names: tuple[Name, ...]) -> tuple[Name, ...]:
+        if not layer_names:
             return captured
-        if set(given) <= set(captured):
-            return given
+        if set(layer_names) <= set(captured):
+            return layer_names
         raise FormatError(
-            f"layers: expected some of {list(captured)}, captured from names, found {list(given)}", path=self.root
+            f"layers: expected some of {list(captured)}, captured from names, found {list(layer_names)}", path=self.root
         )
 
     # -- arrays ----------------------------------------------------------------------------------
 
     def array(self, file: OpenedFile, steps: Sequence[Name]) -> StoredArray:
-        found = file.find(steps)
-        if not isinstance(found, StoredArray):
-            at = ".".join(map(str, steps)) or "the file"
+        array = file.find(steps)
+        if not isinstance(array, StoredArray):
+            key_path = ".".join(map(str, steps)) or "the file"
             raise FormatError(
-                f"{at}: expected a tensor stored in the file, found {type(found).__name__}", path=file.path
+                f"{key_path}: expected a tensor stored in the file, found {type(array).__name__}", path=file.path
             )
-        if self.part.dtype is not None and found.dtype != self.part.dtype:
-            if stored(found.dtype).itemsize != stored(self.part.dtype).itemsize:
-                raise FormatError(f"activations: expected {self.part.dtype}, found {found.dtype}", path=file.path)
-            found = found.viewed(self.part.dtype)
-        return found
+        if self.part.dtype is not None and array.dtype != self.part.dtype:
+            if stored(array.dtype).itemsize != stored(self.part.dtype).itemsize:
+                raise FormatError(f"activations: expected {self.part.dtype}, found {array.dtype}", path=file.path)
+            array = array.viewed(self.part.dtype)
+        return array
 
     def scaled(self, unit: Unit, file: OpenedFile, array: StoredArray, layer: Name) -> Scaled | None:
         """The array of a layer with its scales, if the description names scales."""
@@ -393,56 +395,60 @@ class Finder:
                 raise self.scaler.error(f"expected scales of layer {layer!r}, found {list(keys)}", scales_file.path)
             steps = keys[layer]
         try:
-            found = scales_file.find(steps)
+            scales = scales_file.find(steps)
         except FormatError as error:
             raise self.scaler.error(error.detail, scales_file.path) from error
-        return self.scaler.joined(file, array, scales_file, found)
+        return self.scaler.joined(file, array, scales_file, scales)
 
     def _scale_file(self, pattern: Pattern, captured: Mapping[str, Name]) -> Location | None:
         if not pattern.captures:
             return self.root.joinpath(*pattern.text.split("/"))
         if "layer" not in pattern.captures:
             return self.scale_files.get(_key(captured, pattern))
-        wanted = {name: captured.get(name) for name in pattern.captures}
-        return next((path for values, path in matches(self.root, pattern) if values == wanted), None)
+        scale_captures = {name: captured.get(name) for name in pattern.captures}
+        return next((path for values, path in matches(self.root, pattern) if values == scale_captures), None)
 
     def factors(self, unit: Unit, layers: int) -> dict[str, int]:
         """Known sizes of axes: layers, and examples and tokens if they share an axis."""
-        known = {"layer": layers}
+        factors = {"layer": layers}
         if any("example" in axis.split("*") and "token" in axis.split("*") for axis in self.part.axes):
             tokens = self.description.tokens
             if tokens is None:
                 raise FormatError("axes: 'example*token' needs [tokens], whose shape determines both", path=self.root)
-            file, found = self.unit_value(unit, tokens, self.token_files)
-            shape = list(found.shape) if isinstance(found, StoredArray) else list(np.shape(found))
+            file, token_ids = self.unit_value(unit, tokens, self.token_files)
+            shape = list(token_ids.shape) if isinstance(token_ids, StoredArray) else list(np.shape(token_ids))
             if len(shape) != 2:
                 raise FormatError(f"tokens: expected (examples, tokens), found the shape {shape}", path=file.path)
-            known |= {"example": shape[0], "token": shape[1]}
-        return known
+            factors |= {"example": shape[0], "token": shape[1]}
+        return factors
 
-    def unit_value(self, unit: Unit, part: Part, others: Mapping[str, Location]) -> tuple[OpenedFile, Any]:
+    def unit_value(self, unit: Unit, part: Part, paths_by_capture: Mapping[str, Location]) -> tuple[OpenedFile, Any]:
         """The file and the value of a part for one unit."""
         if part.files is None:
             file = self.opened[unit.any]
         else:
-            path = others.get(_key(unit.captured, part.files)) if part.files.captures else self.root / part.files.text
+            path = (
+                paths_by_capture.get(_key(unit.captured, part.files))
+                if part.files.captures
+                else self.root / part.files.text
+            )
             if path is None:
                 raise missing(unit.any, f"a file {part.files.text!r} of {part.table}")
             (file,) = open_files([path], part, self.limit)
         return file, file.find(fill(part.tensor, unit.captured))
 
     def placed(
-        self, file: OpenedFile, array: StoredArray, known: Mapping[str, int], scaled: Scaled | None = None
+        self, file: OpenedFile, array: StoredArray, factors: Mapping[str, int], scaled: Scaled | None = None
     ) -> tuple[Geometry, int, int, str]:
         """The axes of an array, its row file, the offset of its first byte, and the name of the axis of rows."""
 
         def assigned(strides: Sequence[int]) -> Geometry:
-            return geometry(self.part.axes, array.shape, strides, self.description.select, known, file.path)
+            return geometry(self.part.axes, array.shape, strides, self.description.select, factors, file.path)
 
-        found = assigned(array.strides)
+        array_geometry = assigned(array.strides)
         dtype = array.dtype if scaled is None else "BF16"
         item = stored(dtype).itemsize
-        dim = found.axes["dim"]
+        dim = array_geometry.axes["dim"]
         if not self.d_model:
             self.d_model, self.dtype = dim.count, dtype
         if dim.count != self.d_model or dtype != self.dtype:
@@ -451,8 +457,8 @@ class Finder:
                 path=file.path,
             )
         row = dim.count * item
-        along = "row" if "row" in found.axes else "token"
-        axis = found.get(along) or Axis(1, dim.count)
+        along = "row" if "row" in array_geometry.axes else "token"
+        axis = array_geometry.get(along) or Axis(1, dim.count)
 
         def step_of(axis: Axis) -> int:
             return axis.stride * item if axis.count > 1 else row
@@ -461,46 +467,51 @@ class Finder:
             if (dim.stride != 1 and dim.count > 1) or step_of(axis) < row:
                 raise UnsupportedError(f"axes {list(self.part.axes)}: expected 'dim' as the last axis", path=file.path)
             self.made_files.append(RowFile(self.place[file.path], step_of(axis), False, False, None, scaled))
-            return found, len(self.made_files) - 1, found.first * item, along
-        apart = (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None
-        decoded = array if apart else None
+            return array_geometry, len(self.made_files) - 1, array_geometry.first * item, along
+        is_decoded = (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None
+        decoded = array if is_decoded else None
         first = array.offset
-        if apart:
+        if is_decoded:
             dense = [1] * len(array.shape)
             for n in range(len(dense) - 2, -1, -1):
                 dense[n] = dense[n + 1] * max(array.shape[n + 1], 1)
-            found = assigned(dense)
-            axis = found.get(along) or Axis(1, dim.count)
-            if found.axes["dim"].stride != 1 and dim.count > 1:
+            array_geometry = assigned(dense)
+            axis = array_geometry.get(along) or Axis(1, dim.count)
+            if array_geometry.axes["dim"].stride != 1 and dim.count > 1:
                 raise UnsupportedError(f"axes {list(self.part.axes)}: expected 'dim' as the last axis", path=file.path)
             first = 0
         step = step_of(axis)
-        key = (file.path, step, array.swapped and not apart, id(array) if apart else None)
+        key = (file.path, step, array.swapped and not is_decoded, id(array) if is_decoded else None)
         if key not in self.row_files:
             self.row_files[key] = len(self.made_files)
             self.made_files.append(
-                RowFile(self.place[file.path], step, array.swapped and not apart, file.gzipped, decoded)
+                RowFile(self.place[file.path], step, array.swapped and not is_decoded, file.gzipped, decoded)
             )
-        return found, self.row_files[key], first + found.first * item, along
+        return array_geometry, self.row_files[key], first + array_geometry.first * item, along
 
     # -- examples --------------------------------------------------------------------------------
 
     def build(self) -> RowIndex:
         """Finds all rows."""
         layers = self.layers()
-        made = [self._unit(unit, layers) for unit in self.units]
+        unit_places = [self._unit(unit, layers) for unit in self.units]
         total = 0
-        for unit, places in zip(self.units, made, strict=True):
+        for unit, places in zip(self.units, unit_places, strict=True):
             unit.first, unit.count = total, len(places.tokens)
             total += unit.count
-        whole = self.lengths.whole
-        if whole is not None and self.lengths.is_shared() and self.lengths.used not in (0, len(whole)):
+        shared_lengths = self.lengths.whole
+        if (
+            shared_lengths is not None
+            and self.lengths.is_shared()
+            and self.lengths.used not in (0, len(shared_lengths))
+        ):
             raise FormatError(
-                f"lengths: expected {self.lengths.used} for all files together, found {len(whole)}", path=self.root
+                f"lengths: expected {self.lengths.used} for all files together, found {len(shared_lengths)}",
+                path=self.root,
             )
 
-        within, ids, numbered = examples_of(self.units)
-        even = made[0].even() if len(made) == 1 else None
+        positions, ids, numbered = examples_of(self.units)
+        even = unit_places[0].even() if len(unit_places) == 1 else None
         return RowIndex(
             layers=layers,
             d_model=self.d_model,
@@ -510,13 +521,13 @@ class Finder:
             row_files=self.made_files,
             numbers=np.zeros((len(layers), 0), np.uint32)
             if even
-            else np.concatenate([places.numbers_each() for places in made], 1),
+            else np.concatenate([places.numbers_each() for places in unit_places], 1),
             starts=np.zeros((len(layers), 0), np.uint64)
             if even
-            else np.concatenate([places.starts_each() for places in made], 1),
-            tokens=made[0].tokens if even else np.concatenate([places.tokens for places in made]),
-            skipped=made[0].skipped if even else np.concatenate([places.skipped for places in made]),
-            within=within,
+            else np.concatenate([places.starts_each() for places in unit_places], 1),
+            tokens=unit_places[0].tokens if even else np.concatenate([places.tokens for places in unit_places]),
+            skipped=unit_places[0].skipped if even else np.concatenate([places.skipped for places in unit_places]),
+            positions=positions,
             ids=ids,
             numbered=numbered,
             opened=self.opened,
@@ -544,7 +555,7 @@ class Finder:
             yield file, array, position if has_axis else None
 
     def _unit(self, unit: Unit, layers: tuple[Name, ...]) -> UnitPlaces:
-        known = self.factors(unit, len(layers))
+        factors = self.factors(unit, len(layers))
         item = 0
         numbers, starts = [], []
         spans: tuple[Numbers, Numbers, NDArray[np.int64]] | None = None
@@ -552,27 +563,31 @@ class Finder:
         before: tuple[StoredArray, tuple[Geometry, int, int, str]] | None = None
         for layer_name, (file, array, position) in zip(layers, self._arrays(unit, layers), strict=True):
             if position is not None and before is not None and before[0] is array:
-                at = before[1]  # layers are an axis of one array
+                placement = before[1]  # layers are an axis of one array
             else:
-                at = self.placed(file, array, known, self.scaled(unit, file, array, layer_name))
-            before = (array, at)
-            found, number, first, along = at
+                placement = self.placed(file, array, factors, self.scaled(unit, file, array, layer_name))
+            before = (array, placement)
+            array_geometry, number, first, along = placement
             item = stored(self.dtype).itemsize
-            counts = tuple((name, found.axes[name].count) for name in ("example", "token", "row") if name in found.axes)
+            counts = tuple(
+                (name, array_geometry.axes[name].count)
+                for name in ("example", "token", "row")
+                if name in array_geometry.axes
+            )
             if spans is None:
-                spans = self._spans(unit, found, along)
+                spans = self._spans(unit, array_geometry, along)
                 shape = tuple(n for _, n in counts)
             elif shape != tuple(n for _, n in counts):
                 raise FormatError(
                     f"expected the same examples and tokens in each layer, found {dict(counts)}", path=file.path
                 )
             examples, skipped, _ = spans
-            layer = found.get("layer")
+            layer = array_geometry.get("layer")
             if position is not None and layer is not None:
                 if layer.count != len(layers):
                     raise FormatError(f"expected {len(layers)} layers, found {layer.count}", path=file.path)
                 first += position * layer.stride * item
-            example, rows = found.get("example") or Axis(1, 0), found.get(along) or Axis(1, 0)
+            example, rows = array_geometry.get("example") or Axis(1, 0), array_geometry.get(along) or Axis(1, 0)
             starts.append(weighted(first, (examples, example.stride * item), (skipped, rows.stride * item)))
             numbers.append(number)
         assert spans is not None
@@ -581,19 +596,19 @@ class Finder:
             skipped = _repeated(0, len(tokens))
         return UnitPlaces(numbers, starts, _counts(tokens, unit.any), skipped)
 
-    def _spans(self, unit: Unit, found: Geometry, along: str) -> tuple[Numbers, Numbers, NDArray[np.int64]]:
+    def _spans(self, unit: Unit, array_geometry: Geometry, along: str) -> tuple[Numbers, Numbers, NDArray[np.int64]]:
         """For each example of a unit: position along the axis of examples, first row, and number of rows."""
-        values = self.lengths.of(unit, self.opened.get(unit.any), self.others)
+        values = self.lengths.of(unit, self.opened.get(unit.any), self.length_files)
         path = unit.any
-        rows = found.get(along)
+        rows = array_geometry.get(along)
         room = rows.count if rows is not None else 1
         if along == "row":
-            firsts, counts = self._of_rows(values, room, path)
+            firsts, counts = self._row_spans(values, room, path)
             return EvenNumbers(0, 0, len(counts)), firsts, counts
-        examples = found.axes["example"].count if "example" in found.axes else 1
-        each = EvenNumbers(0, 1, examples)
+        examples = array_geometry.axes["example"].count if "example" in array_geometry.axes else 1
+        positions = EvenNumbers(0, 1, examples)
         if values is None:
-            return each, EvenNumbers(0, 0, examples), _repeated(room, examples)
+            return positions, EvenNumbers(0, 0, examples), _repeated(room, examples)
         part = self.description.lengths
         assert part is not None
         if part.kind == "mask":
@@ -602,7 +617,7 @@ class Finder:
             if mask.shape != (examples, room):
                 raise FormatError(f"lengths: expected a mask of {(examples, room)}, found {mask.shape}", path=path)
             firsts, counts = span_of(mask, path)
-            return each, firsts, counts
+            return positions, firsts, counts
         if part.kind != "lengths":
             raise FormatError(f"lengths: kind {part.kind!r} needs the axis 'row'", path=path)
         lengths = integers(np.atleast_1d(values).reshape(-1), "lengths", path)
@@ -621,10 +636,10 @@ class Finder:
             raise FormatError(
                 f"lengths: expected at most {room} tokens, found {lengths[over[0]]} for example {over[0]}", path=path
             )
-        return each, self._before(part, room, lengths), lengths
+        return positions, self._padding_before(part, room, lengths), lengths
 
     @staticmethod
-    def _before(part: Part, room: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _padding_before(part: Part, room: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         return room - lengths if part.pad == "left" else np.zeros_like(lengths)
 
     def _share(self, values: NDArray[Any], examples: int) -> NDArray[Any]:
@@ -643,7 +658,7 @@ class Finder:
                 return [line_number(line, column, self.root) for line in lines]
         return None
 
-    def _of_rows(self, values: NDArray[Any] | None, rows: int, path: Location) -> tuple[Numbers, NDArray[np.int64]]:
+    def _row_spans(self, values: NDArray[Any] | None, rows: int, path: Location) -> tuple[Numbers, NDArray[np.int64]]:
         """First row and number of rows of each example, for consecutive examples."""
         if values is None:
             return EvenNumbers(0, 1, rows), _repeated(1, rows)
@@ -653,11 +668,11 @@ class Finder:
             raise UnsupportedError("lengths: one list for the rows of several files is unsupported", path=path)
         if part.kind == "mask":
             raise FormatError("lengths: a mask needs the axis 'token'", path=path)
-        found = integers(np.atleast_1d(values).reshape(-1), "lengths", path)
+        numbers = integers(np.atleast_1d(values).reshape(-1), "lengths", path)
         if part.kind == "lengths":
-            bounds = np.concatenate([[0], np.cumsum(found)])
+            bounds = np.concatenate([[0], np.cumsum(numbers)])
         else:
-            bounds = np.append(found, rows) if part.kind == "starts" else found
+            bounds = np.append(numbers, rows) if part.kind == "starts" else numbers
         if len(bounds) == 0 or np.any(np.diff(bounds) < 0):
             raise FormatError(f"lengths: expected {part.kind} in ascending order", path=path)
         if bounds[-1] > rows or (part.kind != "starts" and bounds[-1] != rows):
@@ -678,10 +693,10 @@ def examples_of(units: Sequence[Unit]) -> tuple[Sequence[int] | NDArray[np.int64
     if len(units) == 1 and "example" not in units[0].captured:
         return range(units[0].count), range(units[0].count), False
     counts = np.array([unit.count for unit in units], np.int64)
-    within = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    positions = np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     if "example" not in units[0].captured:
-        return within, list(range(len(within))), False
-    return within, [unit.captured["example"] for unit in units for _ in range(unit.count)], True
+        return positions, list(range(len(positions))), False
+    return positions, [unit.captured["example"] for unit in units for _ in range(unit.count)], True
 
 
 def build(root: Location, description: Description, limit: int, units: list[Unit] | None = None) -> RowIndex:
@@ -707,7 +722,7 @@ def chosen(index: RowIndex, numbers: set[int]) -> RowIndex:
         starts=np.ascontiguousarray(index.starts[:, keep]),
         tokens=index.tokens[keep],
         skipped=index.skipped[keep],
-        within=np.asarray(index.within)[keep],
+        positions=np.asarray(index.positions)[keep],
         ids=[index.ids[n] for n in keep.tolist()],
-        kept=keep.astype(np.int64),
+        selection=keep.astype(np.int64),
     )

@@ -32,20 +32,20 @@ def index_of(root: Location, described: Description, limit: int, keep: bool) -> 
     units = units_of(root, described, listing)
     if sum(len(unit.paths) for unit in units) < LEAST_FILES:
         return build(root, described, limit, units)
-    _list_others(root, described, listing)
-    kept = KeptIndex(
+    _list_part_files(root, described, listing)
+    kept_index = KeptIndex(
         listing, "layout_toml", _VERSION, repr(replace(described, source=None, text="", metadata={}, remarks=()))
     )
-    found = kept.load()
-    index = None if found is None else restored(units, *found)
+    stored_index = kept_index.load()
+    index = None if stored_index is None else restored(units, *stored_index)
     if index is None:
         index = build(root, described, limit, units)
         if not any(file.decoded is not None or file.gzipped for file in index.row_files):
-            kept.save(*stored_of(index))
+            kept_index.save(*stored_of(index))
     return index
 
 
-def _list_others(root: Location, described: Description, listing: Listing) -> None:
+def _list_part_files(root: Location, described: Description, listing: Listing) -> None:
     """Lists the files of lengths, tokens and columns."""
     for part in (described.lengths, described.tokens, *described.columns):
         if part is None:
@@ -71,8 +71,8 @@ def stored_of(index: RowIndex) -> tuple[dict[str, Any], list[NDArray[Any]]]:
         index.starts.reshape(-1),
         index.tokens,
         index.skipped,
-        np.zeros(0, np.int64) if index.kept is None else index.kept,
-        np.array([index.kept is not None], np.uint8),
+        np.zeros(0, np.int64) if index.selection is None else index.selection,
+        np.array([index.selection is not None], np.uint8),
     ]
 
 
@@ -84,7 +84,7 @@ def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any
     layers, d_model, dtype = header.get("layers"), header.get("d_model"), header.get("dtype")
     if tuple(array.dtype.newbyteorder("<").str for array in arrays) != _TYPES:
         return None
-    counts, paths, steps, swapped, numbers, starts, tokens, skipped, kept, has_kept = arrays
+    counts, paths, steps, swapped, numbers, starts, tokens, skipped, selection, has_kept = arrays
     places = [path for unit in units for path in unit.paths.values()]
     sound = (
         isinstance(layers, list)
@@ -106,7 +106,7 @@ def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any
         return None
     total = sum(counts.tolist())
     if has_kept[0]:
-        if len(kept) != len(tokens) or not _between(kept, 0, total) or bool((np.diff(kept) <= 0).any()):
+        if len(selection) != len(tokens) or not _between(selection, 0, total) or bool((np.diff(selection) <= 0).any()):
             return None
     elif len(tokens) != total:
         return None
@@ -114,7 +114,7 @@ def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any
     for unit, count in zip(units, counts.tolist(), strict=True):
         unit.first, unit.count = first, count
         first += count
-    within, ids, numbered = examples_of(units)
+    positions, ids, numbered = examples_of(units)
     n = len(tokens)
     index = RowIndex(
         layers=tuple(layers),
@@ -130,13 +130,15 @@ def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any
         starts=starts.reshape(len(layers), n),
         tokens=tokens,
         skipped=skipped,
-        within=within,
+        positions=positions,
         ids=ids,
         numbered=numbered,
     )
     if not has_kept[0]:
         return index
-    return replace(index, within=np.asarray(within)[kept], ids=[ids[i] for i in kept.tolist()], kept=kept)
+    return replace(
+        index, positions=np.asarray(positions)[selection], ids=[ids[i] for i in selection.tolist()], selection=selection
+    )
 
 
 def _between(values: NDArray[Any], low: int, high: int) -> bool:

@@ -77,8 +77,8 @@ def _probelab(root: Location, fields: Fields) -> dict[str, Any]:
     columns: list[dict[str, Any]] = [
         {"file": "detection_mask.bin", "dtype": "uint8", "shape": [total], "axes": ["row"]}
     ]
-    more = fields.value.get("metadata")
-    for name, values in more.items() if isinstance(more, dict) else ():
+    metadata = fields.value.get("metadata")
+    for name, values in metadata.items() if isinstance(metadata, dict) else ():
         sound = isinstance(name, str) and name.isprintable() and name not in ("example", "detection_mask", "")
         if sound and isinstance(values, list) and len(values) == n:
             pointer = name.replace("~", "~0").replace("/", "~1")

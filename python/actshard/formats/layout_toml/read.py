@@ -74,7 +74,7 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         column_names=columns.names,
         columns=columns.table,
         head_columns=columns.table,
-        files=lambda: [at.place for at in index.paths],
+        files=lambda: [location.place for location in index.paths],
         columns_in=columns.folders,
         provenance=provenance,
         tokens_each=same,

@@ -44,7 +44,7 @@ class Scaler:
         where = f"line {line} of the description: " if line else ""
         return kind(f"{where}activations.scales: {text}", path=path)
 
-    def joined(self, codes_file: OpenedFile, codes: StoredArray, scales_file: OpenedFile, found: Any) -> Scaled:
+    def joined(self, codes_file: OpenedFile, codes: StoredArray, scales_file: OpenedFile, scale_array: Any) -> Scaled:
         """Codes and their scales, for the core.
 
         Raises:
@@ -58,54 +58,54 @@ class Scaler:
         if codes_file.gzipped or codes.deflated is not None or list(codes.strides) != _dense(shape):
             text = "scaled activations must be stored uncompressed and in C order"
             raise self.error(text, codes_file.path, UnsupportedError)
-        if not isinstance(found, StoredArray):
-            raise self.error(f"expected a tensor, found {type(found).__name__}", path)
-        dtype = self.part.dtype or found.dtype
-        if stored(dtype).itemsize != stored(found.dtype).itemsize or dtype not in FLOATS:
-            raise self.error(f"expected float32, float16 or bfloat16, found {found.dtype}", path)
-        ones = self._aligned(list(found.shape), shape, path)
+        if not isinstance(scale_array, StoredArray):
+            raise self.error(f"expected a tensor, found {type(scale_array).__name__}", path)
+        dtype = self.part.dtype or scale_array.dtype
+        if stored(dtype).itemsize != stored(scale_array.dtype).itemsize or dtype not in FLOATS:
+            raise self.error(f"expected float32, float16 or bfloat16, found {scale_array.dtype}", path)
+        ones = self._align_shape(list(scale_array.shape), shape, path)
         if 4 * math.prod(ones) > self.limit:
             text = f"{math.prod(ones):,} scales need more than the {self.limit:,} bytes of decoded_memory"
             raise self.error(text, path, UnsupportedError)
-        values = viewed(scales_file, found, self.part).reshape(ones).astype(np.float32)
+        values = viewed(scales_file, scale_array, self.part).reshape(ones).astype(np.float32)
         bad = np.flatnonzero(~np.isfinite(values))
         if bad.size:
             raise self.error(f"expected finite scales, found {values.flat[bad[0]]} at {bad[0]}", path)
-        whole, per = _three(shape, ones)
-        place = StoredArray(codes.dtype, whole, _dense(whole), codes.offset, False)
+        codes_shape, per = _join_axes(shape, ones)
+        code_array = StoredArray(codes.dtype, codes_shape, _dense(codes_shape), codes.offset, False)
         in_memory = None
         if per is None:  # scales vary along axes that cannot be joined: repeat them along all but the last
             per = [math.prod(shape[:-1]), 1, ones[-1]]
-            whole = [per[0], 1, shape[-1]]
+            codes_shape = [per[0], 1, shape[-1]]
             if 4 * math.prod(per) > self.limit:
                 raise self.error(f"scales of {ones} for {shape}: too many to repeat in memory", path, UnsupportedError)
-            place = StoredArray(codes.dtype, whole, _dense(whole), codes.offset, False)
+            code_array = StoredArray(codes.dtype, codes_shape, _dense(codes_shape), codes.offset, False)
             in_memory = np.ascontiguousarray(np.broadcast_to(values, (*shape[:-1], ones[-1]))).reshape(-1)
-        elif not _in_place(codes_file, scales_file, found, dtype):
+        elif not _in_place(codes_file, scales_file, scale_array, dtype):
             in_memory = np.ascontiguousarray(values).reshape(-1)
-        at = found.offset if in_memory is None else 0
-        return place, StoredArray("F32", per, _dense(per), at, False), in_memory
+        offset = scale_array.offset if in_memory is None else 0
+        return code_array, StoredArray("F32", per, _dense(per), offset, False), in_memory
 
-    def _aligned(self, found: list[int], shape: list[int], path: Location) -> list[int]:
+    def _align_shape(self, scale_shape: list[int], shape: list[int], path: Location) -> list[int]:
         """The scales' shape with one axis per axis of the codes."""
-        named = self.part.axes
-        if named:
-            if len(named) != len(found):
-                raise self.error(f"axes {list(named)}: expected {len(named)} axes, found the shape {found}", path)
-            sizes = dict(zip(named, found, strict=True))
-            made = [sizes.get(axis, 1) for axis in self.axes]
+        axes = self.part.axes
+        if axes:
+            if len(axes) != len(scale_shape):
+                raise self.error(f"axes {list(axes)}: expected {len(axes)} axes, found the shape {scale_shape}", path)
+            sizes = dict(zip(axes, scale_shape, strict=True))
+            aligned_shape = [sizes.get(axis, 1) for axis in self.axes]
         else:
-            made = [1] * (len(shape) - len(found)) + found
-        if len(made) != len(shape) or any(n not in (1, m) for n, m in zip(made, shape, strict=True)):
-            more = "" if named else "; name them with 'axes' if they are others than the last"
-            raise self.error(f"expected axes of {shape} or 1, found {found}{more}", path)
-        return made
+            aligned_shape = [1] * (len(shape) - len(scale_shape)) + scale_shape
+        if len(aligned_shape) != len(shape) or any(n not in (1, m) for n, m in zip(aligned_shape, shape, strict=True)):
+            remedy = "" if axes else "; name them with 'axes' if they are others than the last"
+            raise self.error(f"expected axes of {shape} or 1, found {scale_shape}{remedy}", path)
+        return aligned_shape
 
 
-def _in_place(codes: OpenedFile, scales: OpenedFile, found: StoredArray, dtype: str) -> bool:
+def _in_place(codes: OpenedFile, scales: OpenedFile, scale_array: StoredArray, dtype: str) -> bool:
     """Whether the core can read the scales from the file of the codes."""
-    dense = list(found.strides) == _dense(list(found.shape))
-    plain = dense and not found.swapped and found.deflated is None and not scales.gzipped
+    dense = list(scale_array.strides) == _dense(list(scale_array.shape))
+    plain = dense and not scale_array.swapped and scale_array.deflated is None and not scales.gzipped
     return plain and dtype == "F32" and codes.path == scales.path
 
 
@@ -116,17 +116,17 @@ def _dense(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def _three(shape: list[int], ones: list[int]) -> tuple[list[int], list[int] | None]:
+def _join_axes(shape: list[int], ones: list[int]) -> tuple[list[int], list[int] | None]:
     """Codes' and scales' shapes with axes joined to three; None for scales where this is not possible."""
-    made: list[list[int]] = []
-    for count, one in zip(shape, ones, strict=True):
+    axes: list[list[int]] = []
+    for count, scale_count in zip(shape, ones, strict=True):
         if count == 1:
             continue
-        if made and (made[-1][1] > 1 or made[-1][0] == 0) == (one > 1):
-            made[-1] = [made[-1][0] * count, made[-1][1] * one]
+        if axes and (axes[-1][1] > 1 or axes[-1][0] == 0) == (scale_count > 1):
+            axes[-1] = [axes[-1][0] * count, axes[-1][1] * scale_count]
         else:
-            made.append([count, one])
-    if len(made) > 3 or 0 in shape:
+            axes.append([count, scale_count])
+    if len(axes) > 3 or 0 in shape:
         return shape, None
-    made = [[1, 1]] * (3 - len(made)) + made
-    return [count for count, _ in made], [one for _, one in made]
+    axes = [[1, 1]] * (3 - len(axes)) + axes
+    return [count for count, _ in axes], [scale_count for _, scale_count in axes]

@@ -26,8 +26,8 @@ def check(root: Location, report: Report, tell: Callable[[str, int, int], object
             continue
         report.add(warning.code, root / ledgers.NAME, warning)
     _leftovers(cache, report)
-    for done, name in enumerate(cache.fields):
-        tell("fields", done, len(cache.fields))
+    for number, name in enumerate(cache.fields):
+        tell("fields", number, len(cache.fields))
         for kind, code, detail, path, offset, absent in cache.field(name).check(report.deep):
             if absent:
                 report.add("chunk-missing", Location.at(path or root), detail)
@@ -102,22 +102,22 @@ def _values(cache: TokenCache, name: str, report: Report, tell: Callable[[str, i
     most = int(vocabulary) if ids and vocabulary is not None else 2
     for start in range(0, view.num_elements, _AT_ONCE):
         tell("elements", start, view.num_elements)
-        some = view.elements(start, min(start + _AT_ONCE, view.num_elements))
-        if some.dtype.kind == "f":
-            bad = np.flatnonzero(~np.isfinite(some))
+        values = view.elements(start, min(start + _AT_ONCE, view.num_elements))
+        if values.dtype.kind == "f":
+            bad = np.flatnonzero(~np.isfinite(values))
             if len(bad):
-                code = "nan" if np.isnan(some[bad[0]]) else "infinite"
+                code = "nan" if np.isnan(values[bad[0]]) else "infinite"
                 report.add(
-                    code, cache.path / name, f"{some[bad[0]]}", "finite numbers", f"element {start + int(bad[0])}"
+                    code, cache.path / name, f"{values[bad[0]]}", "finite numbers", f"element {start + int(bad[0])}"
                 )
                 return
         elif ids or name == "assistant_masks":
-            bad = np.flatnonzero((some < 0) | (some >= most))
+            bad = np.flatnonzero((values < 0) | (values >= most))
             if len(bad):
                 report.add(
                     "token-range" if ids else "mask-value",
                     cache.path / name,
-                    f"{some[bad[0]]}",
+                    f"{values[bad[0]]}",
                     f"values from 0 to {most - 1}",
                     f"element {start + int(bad[0])}",
                 )

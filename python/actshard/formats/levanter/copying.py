@@ -43,10 +43,10 @@ def check_copy(folder: Location, source: Location, names: Collection[str]) -> No
     for name in wrong:
         remove((folder / name).local)
     if wrong:
-        name, (expected, found) = next(iter(wrong.items()))
-        more = f" (and {many(len(wrong) - 1, 'more file', 'differs', 'differ')})" if len(wrong) > 1 else ""
+        name, (expected, checksum) = next(iter(wrong.items()))
+        rest = f" (and {many(len(wrong) - 1, 'more file', 'differs', 'differ')})" if len(wrong) > 1 else ""
         raise FormatError(
-            f"expected CRC-32 {expected}, as in {ledgers.NAME}, found {found}{more}: the source is damaged, or was "
+            f"expected CRC-32 {expected}, as in {ledgers.NAME}, found {checksum}{rest}: the source is damaged, or was "
             "read wrongly. Stage again; if that fails, too, `actshard verify --deep` of the source names its damaged files",
             path=source / name,
             code="checksum",

@@ -28,15 +28,15 @@ def check(root: Location, report: Report, tell: Tell) -> None:
             chunk.objects()
         for name in folder.per_token:
             with report.noting(chunk.path):
-                own = _values(chunk, name, options)
-                if name != TOKENS and own.size and not np.isin(own, (0, 1)).all():
-                    report.add("mask-value", chunk.path, sorted(set(own.tolist()))[-1], "0 or 1", f"tensor '{name}'")
+                values = _values(chunk, name, options)
+                if name != TOKENS and values.size and not np.isin(values, (0, 1)).all():
+                    report.add("mask-value", chunk.path, sorted(set(values.tolist()))[-1], "0 or 1", f"tensor '{name}'")
                 for hook, chunks in zip(folder.names[1:], folder.hooks[1:], strict=True):
-                    other = chunks[number]
-                    if name in other.arrays and not np.array_equal(own, _values(other, name, options)):
+                    other_chunk = chunks[number]
+                    if name in other_chunk.arrays and not np.array_equal(values, _values(other_chunk, name, options)):
                         report.add(
                             "claim",
-                            other.path,
+                            other_chunk.path,
                             f"other values in {hook}",
                             f"the values in {folder.names[0]}",
                             f"tensor '{name}'",

@@ -47,8 +47,8 @@ def hooks_of(path: Location) -> list[Location]:
     if is_hook(path):
         return [path]
     names = [entry.name for entry in path.entries() if entry.kind == "folder"]
-    found = [path / name for name in sorted(names, key=_natural)]
-    return [folder for folder in found if is_hook(folder)]
+    folders = [path / name for name in sorted(names, key=_natural)]
+    return [folder for folder in folders if is_hook(folder)]
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -61,7 +61,7 @@ def chunks_of(hook: Location) -> tuple[dict[tuple[int, int], Location], set[str]
     Raises:
         FormatError: two files contain the same chunk.
     """
-    found: dict[tuple[int, int], Location] = {}
+    paths: dict[tuple[int, int], Location] = {}
     metadata: set[str] = set()
     for entry in hook.entries():
         if entry.name.endswith(_META):
@@ -70,10 +70,10 @@ def chunks_of(hook: Location) -> tuple[dict[tuple[int, int], Location], set[str]
         if match is None:
             continue
         key = (int(match[1]) if match[1] else -1, int(match[2]))
-        if key in found:
-            raise FormatError(f"{found[key].name} and {entry.name} have the same chunk number: remove one", path=hook)
-        found[key] = hook / entry.name
-    return {key: found[key] for key in sorted(found)}, metadata
+        if key in paths:
+            raise FormatError(f"{paths[key].name} and {entry.name} have the same chunk number: remove one", path=hook)
+        paths[key] = hook / entry.name
+    return {key: paths[key] for key in sorted(paths)}, metadata
 
 
 def missing_chunks(chunks: Mapping[tuple[int, int], Location]) -> list[Remark]:
@@ -83,10 +83,10 @@ def missing_chunks(chunks: Mapping[tuple[int, int], Location]) -> list[Remark]:
         shard, neighbor = gap.neighbor
         assert isinstance(shard, int)
         assert isinstance(neighbor, int)
-        found = chunks[shard, neighbor].name
-        named = _NAME.fullmatch(found)
-        assert named is not None  # chunks_of found it by this pattern
-        return renumbered(found, named.span(2), number)
+        file_name = chunks[shard, neighbor].name
+        match = _NAME.fullmatch(file_name)
+        assert match is not None  # chunks_of found it by this pattern
+        return renumbered(file_name, match.span(2), number)
 
     return Numbered.of(chunks, first=0).remarks(name, "chunks")
 
@@ -162,21 +162,21 @@ class Chunk:
         Raises:
             FormatError: the number of objects is not the number of sequences.
         """
-        found, path = self.meta, self.path
+        objects, path = self.meta, self.path
         if self.path.name.endswith(".safetensors"):
             path = meta_of(self.path)
-            found = read_json(path) if path.exists() else None
-        if found is None:
+            objects = read_json(path) if path.exists() else None
+        if objects is None:
             return None
-        while isinstance(found, list) and found and all(isinstance(each, list) for each in found):
-            found = [inner for each in found for inner in each]
-        if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        while isinstance(objects, list) and objects and all(isinstance(record, list) for record in objects):
+            objects = [inner for record in objects for inner in record]
+        if not isinstance(objects, list) or not all(isinstance(record, dict) for record in objects):
             raise FormatError("meta: expected a list of objects", path=path)
-        if len(found) != self.examples:
+        if len(objects) != self.examples:
             raise FormatError(
-                f"meta: expected {self.examples} objects, one per sequence, found {len(found)}", path=path
+                f"meta: expected {self.examples} objects, one per sequence, found {len(objects)}", path=path
             )
-        return found
+        return objects
 
 
 def _is_dense(array: StoredArray) -> bool:
@@ -196,18 +196,18 @@ def parsed(paths: Sequence[Location], limit: int) -> list[Chunk]:
     """
     torch = [path for path in paths if path.name.endswith(".pt")]
     plain = [path for path in paths if not path.name.endswith(".pt")]
-    made: dict[Location, Chunk] = {}
+    chunks: dict[Location, Chunk] = {}
     for path, (arrays, _) in zip(plain, _native.read_arrays(plain, "safetensors") if plain else [], strict=True):
-        made[path] = Chunk(path, {name: array for name, array, _ in arrays}, None)
+        chunks[path] = Chunk(path, {name: array for name, array, _ in arrays}, None)
     for file in read_torch(torch, limit) if torch else []:
         value = file.value
         if not isinstance(value, dict) or file.is_gzipped:
             raise FormatError(f"expected a dict of tensors, found {type(value).__name__}", path=file.path)
         tensors = {name: array for name, array in value.items() if isinstance(array, StoredArray)}
-        made[file.path] = Chunk(file.path, tensors, value.get("meta"))
+        chunks[file.path] = Chunk(file.path, tensors, value.get("meta"))
     for path in paths:
-        made[path].check()
-    return [made[path] for path in paths]
+        chunks[path].check()
+    return [chunks[path] for path in paths]
 
 
 def check_same_chunks(hooks: Sequence[tuple[Location, Mapping[tuple[int, int], Location]]]) -> None:

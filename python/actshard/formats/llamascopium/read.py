@@ -47,8 +47,8 @@ def detect(path: Location) -> Evidence:
         return Evidence(True, _LOOKED_FOR, "chunks")
     # Listing a remote folder costs a request, so only folders named like hook points are listed.
     folders = (e for e in path.first(64) if e.kind == "folder" and ("." in e.name or not path.is_remote))
-    found = next((e for e in folders if is_hook(path / e.name)), None)
-    return Evidence(found is not None, _LOOKED_FOR, "no chunks" if found is None else f"chunks in {found.name}")
+    entry = next((e for e in folders if is_hook(path / e.name)), None)
+    return Evidence(entry is not None, _LOOKED_FOR, "no chunks" if entry is None else f"chunks in {entry.name}")
 
 
 def rows_of(
@@ -60,10 +60,10 @@ def rows_of(
     files, starts = [], []
     for chunks in hooks:
         for chunk in chunks:
-            found = chunk.arrays[name]
-            decoded = found if found.deflated is not None else None
-            files.append((chunk.path, row, found.swapped and decoded is None, False, decoded))
-            begin = 0 if decoded is not None else found.offset
+            stored_array = chunk.arrays[name]
+            decoded = stored_array if stored_array.deflated is not None else None
+            files.append((chunk.path, row, stored_array.swapped and decoded is None, False, decoded))
+            begin = 0 if decoded is not None else stored_array.offset
             starts.append(begin + np.arange(chunk.examples, dtype=np.uint64) * np.uint64(chunk.tokens * row))
     counts = [chunk.examples for chunks in hooks for chunk in chunks]
     return _native.placed_rows(
@@ -96,9 +96,9 @@ class ChunkFolder:
         chunks, metadata = listings[0]  # the other hook points have the same chunks, and their metadata are not read
         self.warnings += missing_chunks(chunks) + missing_metadata(chunks.values(), metadata)
         paths = [path for _, chunks in every for path in chunks.values()]
-        flat = faults.batch(paths, lambda some: parsed(some, limit))
-        each = len(flat) // len(hooks)
-        self.hooks = [flat[i * each : (i + 1) * each] for i in range(len(hooks))]
+        flat = faults.batch(paths, lambda batch: parsed(batch, limit))
+        chunks_per_hook = len(flat) // len(hooks)
+        self.hooks = [flat[i * chunks_per_hook : (i + 1) * chunks_per_hook] for i in range(len(hooks))]
         self.first = self.hooks[0]
         self._check_alike()
         self.tokens = np.concatenate([np.full(chunk.examples, chunk.tokens, np.uint32) for chunk in self.first])
@@ -107,8 +107,8 @@ class ChunkFolder:
         self.meta = self._meta_names()
 
     def _check_alike(self) -> None:
-        of = self.first[0].arrays[ACTIVATION]
-        self.d_model, self.dtype = of.shape[-1], of.dtype
+        activations = self.first[0].arrays[ACTIVATION]
+        self.d_model, self.dtype = activations.shape[-1], activations.dtype
         for chunks in self.hooks:
             for chunk, same in zip(chunks, self.first, strict=True):
                 array = chunk.arrays[ACTIVATION]
@@ -126,42 +126,42 @@ class ChunkFolder:
 
     def _per_token(self) -> list[str]:
         """The per-token columns with an integer dtype. Others were cast to the activations' dtype, which rounds ids."""
-        made: list[str] = []
+        names: list[str] = []
         for name in PER_TOKEN:
             types = {chunk.arrays[name].dtype if name in chunk.arrays else "" for chunk in self.first}
             if len(types) > 1:
                 raise FormatError(f"{name}: expected one dtype in all chunks, found {sorted(types)}", path=self.path)
             (dtype,) = types
             if dtype in _INTEGERS:
-                made.append(name)
+                names.append(name)
             elif dtype:
                 text = (
                     f"{name} were cast to {stored(dtype)} by override_dtype, which rounds token ids: they are not read "
                     "as a column"
                 )
                 self.warnings.append(Remark("layout", text))
-        return made
+        return names
 
     def _meta_names(self) -> list[str]:
-        found = self.first[0].objects()
-        names = dict.fromkeys(str(key) for each in found or [] for key in each)
+        objects = self.first[0].objects()
+        names = dict.fromkeys(str(key) for record in objects or [] for key in record)
         return [name for name in names if name not in PER_TOKEN]
 
-    def objects(self, wanted: Sequence[str], most: int) -> dict[str, list[Any]]:
+    def objects(self, names: Sequence[str], most: int) -> dict[str, list[Any]]:
         """Metadata values of the first examples."""
-        made: dict[str, list[Any]] = {name: [] for name in wanted}
+        columns: dict[str, list[Any]] = {name: [] for name in names}
         for chunk, first in zip(self.first, self.units, strict=False):
             if first >= most:
                 break
-            for each in chunk.objects() or [{}] * chunk.examples:
-                unknown = [key for key in each if key not in self.meta and key not in PER_TOKEN]
+            for record in chunk.objects() or [{}] * chunk.examples:
+                unknown = [key for key in record if key not in self.meta and key not in PER_TOKEN]
                 if unknown:
                     raise FormatError(
                         f"meta: expected the fields of the first chunk, found {unknown[0]!r}", path=chunk.path
                     )
-                for name in wanted:
-                    made[name].append(each.get(name))
-        return {name: values[:most] for name, values in made.items()}
+                for name in names:
+                    columns[name].append(record.get(name))
+        return {name: values[:most] for name, values in columns.items()}
 
     def contents(self, options: Options) -> Contents:
         """The dataset's contents, for a store."""
@@ -170,19 +170,19 @@ class ChunkFolder:
         columns = TokenColumns(rows, n, self.path.place)
         counts: NDArray[np.int64] = self.tokens.astype(np.int64)
 
-        def read(wanted: Sequence[str], most: int = n) -> pa.Table:
-            for name in wanted:
+        def read(names: Sequence[str], most: int = n) -> pa.Table:
+            for name in names:
                 if name not in (*self.per_token, *self.meta):
                     raise NotStoredError(f"has no column {name!r}", path=self.path.place)
             stop = min(most, n)
-            values = self.objects([name for name in wanted if name in self.meta], stop)
+            values = self.objects([name for name in names if name in self.meta], stop)
             described = table_of(list(values), [(values, stop)])
-            if len(values) == len(wanted):  # a table without columns has no rows, so no column can be appended to it
-                return described.select(list(wanted))
-            listed = columns.head([name for name in wanted if name in self.per_token], stop)
+            if len(values) == len(names):  # a table without columns has no rows, so no column can be appended to it
+                return described.select(list(names))
+            table = columns.head([name for name in names if name in self.per_token], stop)
             for name in described.column_names:
-                listed = listed.append_column(name, described[name])
-            return listed.select(list(wanted))
+                table = table.append_column(name, described[name])
+            return table.select(list(names))
 
         same = int(counts[0]) if n and bool((counts == counts[0]).all()) else None
         files = [chunk.path.place for chunks in self.hooks for chunk in chunks]

@@ -22,16 +22,16 @@ def check(root: Location, report: Report, tell: Any) -> None:
     if dataset is None:
         return
     index = dataset.parts[0]
-    named: set[Location] = set()
+    listed_files: set[Location] = set()
     if (hidden := report.faults.parse(index, lambda: dataset.hidden)) is not None:
         with report.noting(index):
-            _check_hidden(dataset, hidden, named, report, tell)
+            _check_hidden(dataset, hidden, listed_files, report, tell)
     if (logits := report.faults.parse(index, lambda: dataset.logits_fields)) is not None:
         with report.noting(index):
-            _check_logits(dataset, logits, named, report)
+            _check_logits(dataset, logits, listed_files, report)
     if (router := report.faults.parse(index, lambda: dataset.router_fields)) is not None:
         with report.noting(index):
-            _check_router(dataset, router, named, report)
+            _check_router(dataset, router, listed_files, report)
     with report.noting(index):
         _check_columns(dataset, report)
         _check_texts(dataset, report)
@@ -39,13 +39,13 @@ def check(root: Location, report: Report, tell: Any) -> None:
     if folder.kind() == "folder" and folder.lists:
         for entry in folder.entries("*.safetensors"):
             path = folder / entry.name
-            if path not in named:
+            if path not in listed_files:
                 report.add("unlisted-file", path, "a tensor file that no descriptor lists")
 
 
-def _tensors(path: Location, report: Report, named: set[Location]) -> dict[str, tuple[str, list[int]]] | None:
+def _tensors(path: Location, report: Report, listed_files: set[Location]) -> dict[str, tuple[str, list[int]]] | None:
     """Dtypes and shapes of a file's tensors. If they cannot be read, adds a finding and returns None."""
-    named.add(path)
+    listed_files.add(path)
     report.count("files")
     with report.noting(path):
         tensors = tensors_in(path)
@@ -68,20 +68,20 @@ def _check_tensor(
 
 
 def _claims(
-    fields: Fields, found: Sequence[tuple[str, int]], width_field: str, row_bytes: int | None, report: Report
+    fields: Fields, tensors: Sequence[tuple[str, int]], width_field: str, row_bytes: int | None, report: Report
 ) -> None:
     """Compares a descriptor's fields with the headers of its files."""
-    if not found:
+    if not tensors:
         return
-    if len(set(found)) > 1:
+    if len(set(tensors)) > 1:
         report.add(
             "tensor",
             fields.path,
-            f"{sorted(set(found))[:4]}",
+            f"{sorted(set(tensors))[:4]}",
             "one dtype and width in all files",
             f"field '{fields.where}'",
         )
-    dtype, width = found[0]
+    dtype, width = tensors[0]
     from actshard._arguments import NUMPY_BY_NAME
 
     real = NUMPY_BY_NAME.get(dtype)
@@ -89,8 +89,8 @@ def _claims(
     if real is not None and claimed is not None and claimed != str(real):
         report.add("dtype-claim", fields.path, str(real), str(claimed), f"field '{fields.where}.dtype'")
     if width_field != "dim" and fields.has(width_field) and fields.value[width_field] != width:
-        place = f"field '{fields.where}.{width_field}'"
-        report.add("count-claim", fields.path, width, f"{fields.value[width_field]}", place)
+        field = f"field '{fields.where}.{width_field}'"
+        report.add("count-claim", fields.path, width, f"{fields.value[width_field]}", field)
     if real is not None and fields.has("row_bytes"):
         true = width * real.itemsize if row_bytes is None else row_bytes
         if fields.value["row_bytes"] != true:
@@ -103,7 +103,7 @@ def _claims(
             )
 
 
-def _check_hidden(dataset: Extraction, fields: Fields, named: set[Location], report: Report, tell: Any) -> None:
+def _check_hidden(dataset: Extraction, fields: Fields, listed_files: set[Location], report: Report, tell: Any) -> None:
     layers = fields.integers("layers")
     full = fields.value.get("storage") == "full_sequence"
     shards = fields.items("shards")
@@ -115,20 +115,20 @@ def _check_hidden(dataset: Extraction, fields: Fields, named: set[Location], rep
     ]
     file = dataset.pattern(fields, "file_pattern", layers, len(shards))
     key = dataset.pattern(fields, "key_pattern", layers, 1)
-    found: list[tuple[str, int]] = []
-    done = 0
+    tensors: list[tuple[str, int]] = []
+    count = 0
     for layer in layers:
         for shard, rows in enumerate(counts):
-            done += 1
-            tell("files", done, len(layers) * len(counts))
+            count += 1
+            tell("files", count, len(layers) * len(counts))
             path = dataset.inside(fields, file(layer, shard))
             if rows == 0:
-                named.add(path)
+                listed_files.add(path)
                 continue
-            one = _check_tensor(path, key(layer, 0), _tensors(path, report, named), rows, report)
-            if one is not None:
-                found.append(one)
-    _claims(fields, found, "dim", None, report)
+            tensor = _check_tensor(path, key(layer, 0), _tensors(path, report, listed_files), rows, report)
+            if tensor is not None:
+                tensors.append(tensor)
+    _claims(fields, tensors, "dim", None, report)
     if sum(prompts[:lasts]) != dataset.num_rows:
         report.add(
             "count-claim",
@@ -161,19 +161,19 @@ class _AddressCheck:
         most: int,
     ) -> NDArray[np.int64]:
         """Returns row numbers. Addresses out of range are reported and become -1."""
-        inside = (shard >= 0) & (shard < most)
-        inside &= (row >= 0) & (row < np.where(inside, self.wide[np.where(inside, shard, 0)], 0))
-        if not inside.all():
-            i = int(np.flatnonzero(~inside)[0])
+        in_range = (shard >= 0) & (shard < most)
+        in_range &= (row >= 0) & (row < np.where(in_range, self.wide[np.where(in_range, shard, 0)], 0))
+        if not in_range.all():
+            i = int(np.flatnonzero(~in_range)[0])
             limit = self.counts[shard[i]] if 0 <= shard[i] < len(self.counts) else 0
             self.report.add(
                 "address-out-of-range",
                 part,
-                f"shard {shard[i]}, row {row[i]} ({int((~inside).sum())} such {what})",
+                f"shard {shard[i]}, row {row[i]} ({int((~in_range).sum())} such {what})",
                 f"one of {most} shards, a row below {limit}" if 0 <= shard[i] < most else f"a shard below {most}",
                 f"row {numbers[i]}",
             )
-        return np.where(inside, self.starts[np.where(inside, shard, 0)] + row, -1)
+        return np.where(in_range, self.starts[np.where(in_range, shard, 0)] + row, -1)
 
     def has_counts(self) -> bool:
         """Whether there is a comparable column of token counts."""
@@ -189,22 +189,22 @@ class _AddressCheck:
 
     def last_tokens(self, part: Location, row: int, batch: Any) -> None:
         """Checks a batch of the index with addresses of last tokens only."""
-        shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
+        shard, offset = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
         numbers = np.arange(row, row + batch.num_rows)
-        _count(self.times, self.place(shard, at, numbers, "last tokens", part, self.lasts))
+        _count(self.times, self.place(shard, offset, numbers, "last tokens", part, self.lasts))
 
     def all_tokens(self, part: Location, row: int, batch: Any) -> None:
         """Checks a batch of the index with addresses of all tokens."""
-        shard, at = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
+        shard, offset = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
         numbers = np.arange(row, row + batch.num_rows)
-        last = self.place(shard, at, numbers, "last tokens", part, self.lasts)
+        last = self.place(shard, offset, numbers, "last tokens", part, self.lasts)
         id_ends, ids = lists_of(batch.column(TOKEN_LISTS[0]), TOKEN_LISTS[0], part, row)
         at_ends, rows = lists_of(batch.column(TOKEN_LISTS[1]), TOKEN_LISTS[1], part, row)
         lengths = np.diff(id_ends)
         if (np.diff(at_ends) != lengths).any():
             i = int(np.flatnonzero(np.diff(at_ends) != lengths)[0])
-            found, expected = f"{int(np.diff(at_ends)[i])} offsets", f"{int(lengths[i])}, one per shard id"
-            self.report.add("token-count", part, found, expected, f"row {row + i}")
+            actual, expected = f"{int(np.diff(at_ends)[i])} offsets", f"{int(lengths[i])}, one per shard id"
+            self.report.add("token-count", part, actual, expected, f"row {row + i}")
             return
         self.lengths(part, row, batch, lengths)
         tokens = self.place(ids, rows, np.repeat(numbers, lengths), "tokens", part, len(self.counts))
@@ -212,14 +212,14 @@ class _AddressCheck:
         _count(self.times, tokens)
         _count(self.times, last[empty])
         ends = id_ends[1:][~empty] - 1
-        apart = tokens[ends] != last[~empty]
-        if apart.any():
-            i = int(np.flatnonzero(~empty)[np.flatnonzero(apart)[0]])
+        differs = tokens[ends] != last[~empty]
+        if differs.any():
+            i = int(np.flatnonzero(~empty)[np.flatnonzero(differs)[0]])
             self.report.add(
                 "last-token-address",
                 part,
-                f"another address in the token lists ({int(apart.sum())} such rows)",
-                f"shard {shard[i]}, row {at[i]}",
+                f"another address in the token lists ({int(differs.sum())} such rows)",
+                f"shard {shard[i]}, row {offset[i]}",
                 f"row {row + i}",
             )
 
@@ -230,12 +230,12 @@ class _AddressCheck:
             wrong = ~np.isnan(counts) & (counts != lengths)
             if wrong.any():
                 i = int(np.flatnonzero(wrong)[0])
-                found = f"{int(lengths[i])} addresses ({int(wrong.sum())} such rows)"
-                self.report.add("token-count", part, found, f"num_tokens = {int(counts[i])}", f"row {row + i}")
+                actual = f"{int(lengths[i])} addresses ({int(wrong.sum())} such rows)"
+                self.report.add("token-count", part, actual, f"num_tokens = {int(counts[i])}", f"row {row + i}")
         empty = lengths == 0
         if empty.any():
-            found = f"{int(empty.sum())} examples without tokens"
-            self.report.add("zero-token-example", part, found, "", f"row {row + int(np.flatnonzero(empty)[0])}")
+            actual = f"{int(empty.sum())} examples without tokens"
+            self.report.add("zero-token-example", part, actual, "", f"row {row + int(np.flatnonzero(empty)[0])}")
 
     def coverage(self) -> None:
         """Reports rows with several addresses or none."""
@@ -258,12 +258,12 @@ def _check_addresses(dataset: Extraction, counts: list[int], lasts: int, full: b
     if any(dataset.names.count(name) != 1 for name in names):
         return  # reported by opening
     addresses = _AddressCheck(dataset, counts, lasts, report)
-    done = 0
+    count = 0
     for part, row, batch in dataset.batches([*names, *(["num_tokens"] if addresses.has_counts() else [])]):
-        tell("addresses", done, dataset.num_rows)
+        tell("addresses", count, dataset.num_rows)
         (addresses.all_tokens if full else addresses.last_tokens)(part, row, batch)
-        done += batch.num_rows
-    report.count("addresses", done)
+        count += batch.num_rows
+    report.count("addresses", count)
     addresses.coverage()
 
 
@@ -275,19 +275,23 @@ def _count(times: NDArray[np.uint8], rows: NDArray[np.int64]) -> None:
     times[unique] = np.minimum(times[unique].astype(np.int64) + n, 255).astype(np.uint8)
 
 
-def _check_logits(dataset: Extraction, fields: Fields, named: set[Location], report: Report) -> None:
+def _check_logits(dataset: Extraction, fields: Fields, listed_files: set[Location], report: Report) -> None:
     shards = fields.items("shards")
     counts = [s.integer("num_prompts", minimum=0) for s in shards]
     values: list[tuple[str, int]] = []
     for path, rows in zip(dataset.files_of(fields, len(shards)), counts, strict=True):
-        tensors = _tensors(path, report, named)
+        tensors = _tensors(path, report, listed_files)
         pair = next((p for p in LOGITS_KEYS if tensors is not None and tensors.keys() >= set(p)), LOGITS_KEYS[0])
-        both = [_check_tensor(path, key, tensors, rows, report) for key in pair]
-        if both[0] is not None and both[1] is not None:
-            values.append(both[0])
-            if both[0][1] != both[1][1]:
+        logit_tensors = [_check_tensor(path, key, tensors, rows, report) for key in pair]
+        if logit_tensors[0] is not None and logit_tensors[1] is not None:
+            values.append(logit_tensors[0])
+            if logit_tensors[0][1] != logit_tensors[1][1]:
                 report.add(
-                    "tensor", path, f"{both[1][1]} indices", f"{both[0][1]}, one per value", f"tensor '{pair[1]}'"
+                    "tensor",
+                    path,
+                    f"{logit_tensors[1][1]} indices",
+                    f"{logit_tensors[0][1]}, one per value",
+                    f"tensor '{pair[1]}'",
                 )
     if values:
         from actshard._arguments import NUMPY_BY_NAME
@@ -301,21 +305,21 @@ def _check_logits(dataset: Extraction, fields: Fields, named: set[Location], rep
     if any(dataset.names.count(name) > 1 for name in columns):
         return  # reported by _check_columns
     for part, row, batch in dataset.batches(list(columns)):
-        shard, at = (int64_of(batch.column(name), name, part, row) for name in columns)
-        inside = (shard >= 0) & (shard < len(counts))
-        inside &= (at >= 0) & (at < np.asarray([*counts, 0])[np.where(inside, shard, -1)])
-        if not inside.all():
-            i = int(np.flatnonzero(~inside)[0])
+        shard, offset = (int64_of(batch.column(name), name, part, row) for name in columns)
+        in_range = (shard >= 0) & (shard < len(counts))
+        in_range &= (offset >= 0) & (offset < np.asarray([*counts, 0])[np.where(in_range, shard, -1)])
+        if not in_range.all():
+            i = int(np.flatnonzero(~in_range)[0])
             report.add(
                 "address-out-of-range",
                 part,
-                f"{columns[0]} {shard[i]}, {columns[1]} {at[i]}",
+                f"{columns[0]} {shard[i]}, {columns[1]} {offset[i]}",
                 f"a row of {len(counts)} shards",
                 f"row {row + i}",
             )
 
 
-def _check_router(dataset: Extraction, fields: Fields, named: set[Location], report: Report) -> None:
+def _check_router(dataset: Extraction, fields: Fields, listed_files: set[Location], report: Report) -> None:
     layers = fields.integers("layers")
     counts = [s.integer("num_prompts", minimum=0) for s in fields.items("shards")]
     key = dataset.pattern(fields, "key_pattern", layers, 1, default=ROUTER_KEY)
@@ -323,12 +327,12 @@ def _check_router(dataset: Extraction, fields: Fields, named: set[Location], rep
         report.add(
             "count-claim", fields.path, sum(counts), f"{dataset.num_rows} prompts", f"field '{fields.where}.shards'"
         )
-    found = []
+    all_tensors = []
     for path, rows in zip(dataset.files_of(fields, len(counts)), counts, strict=True):
-        tensors = _tensors(path, report, named)
-        each = [_check_tensor(path, key(layer, 0), tensors, rows, report) for layer in layers]
-        found += [one for one in each if one is not None]
-    _claims(fields, found, "num_experts", None, report) if not fields.has("row_bytes") else None
+        tensors = _tensors(path, report, listed_files)
+        layer_tensors = [_check_tensor(path, key(layer, 0), tensors, rows, report) for layer in layers]
+        all_tensors += [tensor for tensor in layer_tensors if tensor is not None]
+    _claims(fields, all_tensors, "num_experts", None, report) if not fields.has("row_bytes") else None
 
 
 def _check_columns(dataset: Extraction, report: Report) -> None:
@@ -360,18 +364,18 @@ def _check_texts(dataset: Extraction, report: Report) -> None:
             coded = pa.types.is_dictionary(chunk.type)
             values = _hashes((chunk.dictionary if coded else chunk).to_pylist())
             if coded:
-                at = chunk.indices.fill_null(len(values)).to_numpy(zero_copy_only=False)
-                values = np.append(values, hash(repr(None)))[at]
+                indices = chunk.indices.fill_null(len(values)).to_numpy(zero_copy_only=False)
+                values = np.append(values, hash(repr(None)))[indices]
             hashes.append(values)
-    each = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
-    _, first, times = np.unique(each, return_index=True, return_counts=True)
-    again = len(each) - len(first)
-    if again:
+    all_hashes = np.concatenate(hashes) if hashes else np.zeros(0, np.int64)
+    _, first, times = np.unique(all_hashes, return_index=True, return_counts=True)
+    repeats = len(all_hashes) - len(first)
+    if repeats:
         row = int(first[times > 1].min())
         report.add(
             "duplicate-text",
             dataset.parts[0],
-            f"{many(again, 'prompt')} with the text of another prompt, the first in row {row}",
+            f"{many(repeats, 'prompt')} with the text of another prompt, the first in row {row}",
             "unique texts",
             "column 'text'",
         )

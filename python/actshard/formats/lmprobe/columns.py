@@ -36,8 +36,8 @@ class LmprobeCarrying(Carrying):
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        found = self.generated(contents)
-        empty = {name for name in ("text", "label", "num_tokens") if name in contents.column_names} - found
+        filler_names = self.generated(contents)
+        empty = {name for name in ("text", "label", "num_tokens") if name in contents.column_names} - filler_names
         read = contents.column_batches or (lambda names: iter([contents.columns(names)]))  # some examples only
         for table in read(sorted(empty)) if empty else ():
             for name in sorted(empty):
@@ -49,14 +49,14 @@ class LmprobeCarrying(Carrying):
                     empty.discard(name)
             if not empty:
                 break
-        return found | empty
+        return filler_names | empty
 
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
-        kept = without_files(contents.metadata)
+        kept_metadata = without_files(contents.metadata)
         if not isinstance(_tensors(contents.metadata).get("hidden_layers"), dict):
-            return kept
+            return kept_metadata
         hidden = {name: value for name, value in _hidden(contents.metadata).items() if name in ("storage", "pooling")}
-        return {**kept, "tensors": {"hidden_layers": hidden}}
+        return {**kept_metadata, "tensors": {"hidden_layers": hidden}}
 
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None
@@ -65,8 +65,8 @@ class LmprobeCarrying(Carrying):
         model: dict[str, Any] = declared if isinstance(declared, dict) else {}
         rest = {name: value for name, value in metadata.items() if name not in _OF_FILES}
         pooling = _hidden(metadata).get("pooling")
-        own = {"pooling": pooling} if isinstance(pooling, str) else {}
-        return {"name": model.get("name"), "revision": model.get("revision"), **rest}, own
+        options = {"pooling": pooling} if isinstance(pooling, str) else {}
+        return {"name": model.get("name"), "revision": model.get("revision"), **rest}, options
 
 
 def _tensors(metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,8 +78,8 @@ class Index:
 
     def __init__(self, path: Location) -> None:
         self.path = path
-        self.root, found = find_parts(path)
-        self.parts = _ordered_parts(found, self.root)
+        self.root, paths = find_parts(path)
+        self.parts = _ordered_parts(paths, self.root)
         self.warnings: list[Remark] = []
         self.metadata = self._read_metadata()
         self._check_version()
@@ -124,19 +124,19 @@ class Index:
         first: dict[str, Any] | None = None
         for part in self.parts:
             schema = self._file(part).schema_arrow
-            found = {}
+            metadata = {}
             for key, value in (schema.metadata or {}).items():
                 if key.startswith(PREFIX):
-                    found[key[len(PREFIX) :].decode("utf-8", "replace")] = _json_or_text(value, part)
-            if not found:
+                    metadata[key[len(PREFIX) :].decode("utf-8", "replace")] = _json_or_text(value, part)
+            if not metadata:
                 raise UnsupportedError(
                     'expected "lmprobe:" schema metadata, found none: format 1.x is not supported; '
                     "convert it with lmprobe.upgrade_dataset_format",
                     path=part,
                 )
             if first is None:
-                first = found
-            elif found.get("tensors") != first.get("tensors") or schema.names != self.schema.names:
+                first = metadata
+            elif metadata.get("tensors") != first.get("tensors") or schema.names != self.schema.names:
                 raise FormatError(f"describes other tensors or columns than {self.parts[0].name}", path=part)
         assert first is not None
         return first
@@ -203,12 +203,12 @@ class Index:
         if mixed:  # one part's column was too large to decode
             tables = [_coded(t, mixed) for t in tables]
         try:
-            whole = pa.concat_tables(tables, promote_options="default")
+            index_table = pa.concat_tables(tables, promote_options="default")
         except pa.ArrowException as error:
             raise FormatError(
                 f"the index's parts have incompatible columns: {_one_line(error)}", path=self.path
             ) from error
-        return whole.select(list(names)).replace_schema_metadata(None)
+        return index_table.select(list(names)).replace_schema_metadata(None)
 
     def _refuse_twice(self, names: Sequence[str]) -> None:
         twice = [name for name in names if self.names.count(name) > 1]
@@ -219,11 +219,11 @@ class Index:
         """Reads columns of the first n rows. Decodes only the batches needed."""
         import pyarrow as pa
 
-        tables, left = [], n
+        tables, rest = [], n
         for table in self.column_batches(names, min(max(n, 1), _BATCH_ROWS)):
-            tables.append(table.slice(0, left))
-            left -= len(tables[-1])
-            if left <= 0:
+            tables.append(table.slice(0, rest))
+            rest -= len(tables[-1])
+            if rest <= 0:
                 break
         return pa.concat_tables(tables, promote_options="default")
 
@@ -272,7 +272,7 @@ class Index:
             raise FormatError(f"expected a column '{missing[0]}', found {list(self.names)}", path=self.parts[0])
         self._refuse_twice(names)
         addresses = Addresses(shards)
-        done = 0
+        count = 0
         for part, row, batch in self.batches(names):
             shard, offset = (int64_of(batch.column(name), name, part, row) for name in names[:2])
             try:
@@ -288,9 +288,9 @@ class Index:
                     columns = f"{shard_column}/{row_column}" + ("/" + "/".join(TOKEN_LISTS) if lists else "")
                     raise FormatError(f"columns {columns}: {error.detail}", path=part) from error
                 raise
-            done += batch.num_rows
-        if done != self.num_rows:
-            raise FormatError(f"expected {self.num_rows} rows, read {done}", path=self.parts[0])
+            count += batch.num_rows
+        if count != self.num_rows:
+            raise FormatError(f"expected {self.num_rows} rows, read {count}", path=self.parts[0])
         if lists:
             # pyarrow's allocator would otherwise keep the memory of the lists.
             pa.default_memory_pool().release_unused()
@@ -300,20 +300,20 @@ class Index:
 UNLISTED = "names cannot be listed there to find the index: give the URL of the index file (.../index/NAME.parquet)"
 
 
-def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
+def _ordered_parts(paths: list[Location], root: Location) -> list[Location]:
     """The index files in order. All parts of a numbered set must exist."""
-    if not found and not root.lists:
+    if not paths and not root.lists:
         raise UnsupportedError(UNLISTED, path=root / "index")
-    if not found:
+    if not paths:
         raise MissingFileError("expected an index, found no parquet file", path=root / "index")
-    if len(found) == 1 and _PART.fullmatch(found[0].name) is None:
-        return found
-    numbered = [_PART.fullmatch(part.name) for part in found]
+    if len(paths) == 1 and _PART.fullmatch(paths[0].name) is None:
+        return paths
+    numbered = [_PART.fullmatch(part.name) for part in paths]
     if any(m is None for m in numbered):
-        if len(found) == 1:
-            return found
+        if len(paths) == 1:
+            return paths
         raise FormatError(
-            f"expected one index or parts named like train-00000-of-00002.parquet, found {[p.name for p in found][:8]}",
+            f"expected one index or parts named like train-00000-of-00002.parquet, found {[p.name for p in paths][:8]}",
             path=root / "index",
         )
     sets = {(m["split"], m["total"]) for m in numbered if m is not None}
@@ -322,15 +322,15 @@ def _ordered_parts(found: list[Location], root: Location) -> list[Location]:
             f"expected one index, found several: {sorted(sets)}; open one of the files", path=root / "index"
         )
     ((split, total),) = sets
-    if len(found) > int(total):
+    if len(paths) > int(total):
         raise FormatError(
-            f"expected {int(total)} parts, found {len(found)}: {[p.name for p in found][:8]}", path=root / "index"
+            f"expected {int(total)} parts, found {len(paths)}: {[p.name for p in paths][:8]}", path=root / "index"
         )
     for i in range(int(total)):
-        part = found[0].parent / f"{split}-{i:05}-of-{total}.parquet"
-        if part not in found:
+        part = paths[0].parent / f"{split}-{i:05}-of-{total}.parquet"
+        if part not in paths:
             raise MissingFileError(f"expected part {i} of {int(total)} of the index, found nothing", path=part)
-    return found
+    return paths
 
 
 def _unbounded(part: Location, source: pa.NativeFile, names: Sequence[str], most: int) -> list[str]:
@@ -397,7 +397,7 @@ def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    for at, name in enumerate(table.column_names):
+    for index, name in enumerate(table.column_names):
         column = table[name]
         if name not in texts or not _is_coded(column.type):
             continue
@@ -406,7 +406,7 @@ def _plain_texts(table: pa.Table, texts: Sequence[str], most: int) -> pa.Table:
             lengths = pc.binary_length(chunk.dictionary).take(chunk.indices)
             size += int(pc.sum(lengths.cast(pa.int64())).as_py() or 0)
         if size <= most:
-            table = table.set_column(at, name, column.cast(column.type.value_type))
+            table = table.set_column(index, name, column.cast(column.type.value_type))
     return table
 
 

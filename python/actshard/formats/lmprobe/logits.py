@@ -33,7 +33,7 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
     import pyarrow as pa
 
     n = len(examples)
-    made: dict[str, Any] = {}
+    descriptors: dict[str, Any] = {}
     if any(name in columns for name in LOGITS):
         if not all(name in columns for name in LOGITS):
             raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found only one of them")
@@ -47,7 +47,7 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
             tensors = {"logits_topk.values": values[part], "logits_topk.indices": indices[part].astype(np.int32)}
             _write_tensors(root / file, tensors)
             shards.append({"file": file, "num_prompts": len(values[part])})
-        made["logits_topk"] = {
+        descriptors["logits_topk"] = {
             "type": "logits_topk",
             "k": values.shape[1],
             "dtype": str(values.dtype),
@@ -62,17 +62,19 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
     routers = sorted(int(name.removeprefix(ROUTER)) for name in columns if is_router(name))
     if routers:
         assert examples.columns is not None
-        each = {layer: arrays_in(examples.columns, f"{ROUTER}{layer}") for layer in routers}
-        first_of = each[routers[0]]
-        if any(a.shape != first_of.shape or a.dtype != first_of.dtype for a in each.values()):
+        router_arrays = {layer: arrays_in(examples.columns, f"{ROUTER}{layer}") for layer in routers}
+        first_of = router_arrays[routers[0]]
+        if any(a.shape != first_of.shape or a.dtype != first_of.dtype for a in router_arrays.values()):
             raise ArgumentError("router: expected the same number of experts and dtype in every layer")
         per = max(1, limit // (first_of.shape[1] * first_of.dtype.itemsize * len(routers)))
         shards = []
         for i, first in enumerate(range(0, n, per)):
             file = f"tensors/router_logits_{i:03d}.safetensors"
-            _write_tensors(root / file, {f"router.layer_{la}": a[first : first + per] for la, a in each.items()})
+            _write_tensors(
+                root / file, {f"router.layer_{la}": a[first : first + per] for la, a in router_arrays.items()}
+            )
             shards.append({"file": file, "num_prompts": len(first_of[first : first + per])})
-        made["router_logits"] = {
+        descriptors["router_logits"] = {
             "type": "router",
             "layers": routers,
             "num_experts": first_of.shape[1],
@@ -84,16 +86,16 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
         }
     for name in [name for name in columns if name in LOGITS or is_router(name)]:
         del columns[name]
-    return made
+    return descriptors
 
 
 def _write_tensors(path: Path, tensors: dict[str, NDArray[Any]]) -> None:
     """Writes a safetensors file: a JSON header padded to a multiple of 8 bytes, then the tensors."""
-    at, header = 0, {}
+    offset, header = 0, {}
     for name, array in tensors.items():
-        end = at + array.nbytes
-        header[name] = {"dtype": name_of(array.dtype), "shape": list(array.shape), "data_offsets": [at, end]}
-        at = end
+        end = offset + array.nbytes
+        header[name] = {"dtype": name_of(array.dtype), "shape": list(array.shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     head = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)

@@ -44,8 +44,11 @@ def _check(plan: Merge) -> None:
         twice = sorted({n for n in dataset.names if dataset.names.count(n) > 1})
         if twice:
             raise FormatError(f"duplicate column '{twice[0]}'", path=dataset.parts[0])
-        known = {*_LOGITS, *([dataset.hidden.where.removeprefix("tensors.")] if dataset.hidden is not None else [])}
-        unknown = sorted(set(dataset.metadata["tensors"]) - known)
+        known_tensors = {
+            *_LOGITS,
+            *([dataset.hidden.where.removeprefix("tensors.")] if dataset.hidden is not None else []),
+        }
+        unknown = sorted(set(dataset.metadata["tensors"]) - known_tensors)
         if unknown:
             raise UnsupportedError(f"merging is not supported for tensors {unknown}", path=path)
         if dataset.hidden is not None:
@@ -77,9 +80,9 @@ class _Extractions:
             int(h.get("last_token_shards", len(h["shards"]))) if self.full else len(h["shards"]) for h in self.described
         ]
         self.total = sum(self.lasts)
-        self.last_at = _before(self.lasts)
+        self.last_at = _starts_of(self.lasts)
         rests = [len(h["shards"]) - k for h, k in zip(self.described, self.lasts, strict=True)]
-        self.rest_at = _before(rests)
+        self.rest_at = _starts_of(rests)
         self.first_shards: dict[str, list[int]] = {}
         """Number of the first shard of each part, for logits and router logits."""
         self.taken: list[tuple[Path, Path]] = []
@@ -96,8 +99,8 @@ class _Extractions:
         for layer in layers:
             for s, shard in enumerate(shards):
                 if shard.value.get("num_tokens", 1):
-                    new = s + (self.last_at[p] if s < lasts else rests)
-                    target = self.plan.path / _HIDDEN_FILE.format(layer=layer, shard=new)
+                    new_number = s + (self.last_at[p] if s < lasts else rests)
+                    target = self.plan.path / _HIDDEN_FILE.format(layer=layer, shard=new_number)
                     self.taken.append((dataset.inside(hidden, name(layer, s)).local, target))
 
     def _tensors(self) -> dict[str, Any]:
@@ -113,17 +116,17 @@ class _Extractions:
             if kind not in tensors:
                 continue
             every = [Fields(d.metadata["tensors"][kind], d.parts[0], f"tensors.{kind}") for d in self.datasets]
-            each = [fields.items("shards") for fields in every]
-            self.first_shards[kind] = _before([len(s) for s in each])
-            listed = []
-            for p, of_part in enumerate(each):
+            part_shards = [fields.items("shards") for fields in every]
+            self.first_shards[kind] = _starts_of([len(s) for s in part_shards])
+            descriptions = []
+            for p, of_part in enumerate(part_shards):
                 files = self.datasets[p].files_of(every[p], len(of_part))
                 for s, (shard, source) in enumerate(zip(of_part, files, strict=True)):
                     file = f"tensors/{kind}_{self.first_shards[kind][p] + s:03d}.safetensors"
                     self.taken.append((source.local, self.plan.path / file))
-                    listed.append({**shard.value, "file": file})
+                    descriptions.append({**shard.value, "file": file})
             pattern = f"tensors/{kind}_{{shard:03d}}.safetensors"
-            tensors[kind] = {**tensors[kind], "file_pattern": pattern, "shards": listed}
+            tensors[kind] = {**tensors[kind], "file_pattern": pattern, "shards": descriptions}
         return tensors
 
     def write_index(self, to: Any) -> None:
@@ -143,7 +146,7 @@ class _Extractions:
         keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
         schema = _schema(datasets).with_metadata(keys)
 
-        def renumbered(p: int, columns: dict[str, Any], done: int, n: int) -> None:
+        def renumbered(p: int, columns: dict[str, Any], row: int, n: int) -> None:
             """Replaces the addresses in a batch of a part's index."""
             if self.hidden[p] is not None:
                 columns["shard_index"] = _plus(columns["shard_index"], self.last_at[p])
@@ -157,7 +160,7 @@ class _Extractions:
                 ids = columns[TOKEN_LISTS[0]]
                 columns[TOKEN_LISTS[0]] = _renumbered(ids, self.lasts[p], self.last_at[p], self.total + self.rest_at[p])
             if made_up[p]:
-                columns["text"] = pa.array([f"example {i}" for i in range(done, done + n)])
+                columns["text"] = pa.array([f"example {i}" for i in range(row, row + n)])
 
         _write_index(to, datasets, schema, renumbered)
 
@@ -176,16 +179,16 @@ def _write_index(
     import pyarrow.parquet as pq
 
     with pq.ParquetWriter(to, schema) as writer:
-        done = 0
+        row = 0
         for p, dataset in enumerate(datasets):
             for _, _, batch in dataset.batches(list(dataset.names)):
                 columns = {n: batch.column(n) for n in batch.schema.names}
-                renumbered(p, columns, done, batch.num_rows)
-                done += batch.num_rows
+                renumbered(p, columns, row, batch.num_rows)
+                row += batch.num_rows
                 writer.write_table(as_schema(pa.table(columns), schema))
 
 
-def _before(counts: Sequence[int]) -> list[int]:
+def _starts_of(counts: Sequence[int]) -> list[int]:
     return [0, *np.cumsum(counts)[:-1].tolist()]
 
 

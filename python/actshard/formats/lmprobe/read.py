@@ -63,8 +63,8 @@ def detect(path: Location) -> Evidence:
         return Evidence(True, looked_for, f"{parts[0].name}, which is not readable as parquet")
     if not any(key.startswith(PREFIX) for key in keys):
         older = (path / "lmprobe_info.json").exists()
-        found = f"{parts[0].name} without lmprobe keys" + (" next to lmprobe_info.json" if older else "")
-        return Evidence(older, looked_for, found, near=True)
+        text = f"{parts[0].name} without lmprobe keys" + (" next to lmprobe_info.json" if older else "")
+        return Evidence(older, looked_for, text, near=True)
     return Evidence(True, looked_for, f"{parts[0].name} with lmprobe keys")
 
 
@@ -83,25 +83,25 @@ class Extraction(Index):
     def _descriptors(self, kind: str, usual: str) -> Fields | None:
         where = self.parts[0]
         tensors = Fields(self.metadata.get("tensors"), where, "tensors").value
-        found = [
+        names = [
             name
             for name, value in tensors.items()
             if isinstance(value, dict) and (value.get("type") == kind or ("type" not in value and name == usual))
         ]
-        if len(found) > 1:
-            raise UnsupportedError(f"field 'tensors': more than one of type '{kind}': {found}", path=where)
-        return Fields(tensors[found[0]], where, f"tensors.{found[0]}") if found else None
+        if len(names) > 1:
+            raise UnsupportedError(f"field 'tensors': more than one of type '{kind}': {names}", path=where)
+        return Fields(tensors[names[0]], where, f"tensors.{names[0]}") if names else None
 
     def contents(self) -> Contents:
         """The dataset's contents, for a store."""
         tensors = Fields(self.metadata.get("tensors"), self.parts[0], "tensors").value
-        known = [
+        known_columns = [
             d.where.removeprefix("tensors.")
             for d in (self.hidden, self.logits_fields, self.router_fields)
             if d is not None
         ]
         for name in tensors:
-            if name not in known:
+            if name not in known_columns:
                 kind = tensors[name].get("type") if isinstance(tensors[name], dict) else None
                 self.warnings.append(
                     Remark(
@@ -158,13 +158,13 @@ class Extraction(Index):
         return tuple(x for x in layers if type(x) is int) if isinstance(layers, list) else ()
 
     def _extras(self) -> tuple[str, ...]:
-        found = []
+        extras = []
         if self.logits_fields is not None:
-            found.append(f"top-{self.logits_fields.value.get('k', 'k')} logits")
+            extras.append(f"top-{self.logits_fields.value.get('k', 'k')} logits")
         if self.router_fields is not None:
             # As written; errors are raised when the router is read, and do not affect other data.
-            found.append(f"router logits of layers {show(self.router_fields.value.get('layers'))}")
-        return tuple(found)
+            extras.append(f"router logits of layers {show(self.router_fields.value.get('layers'))}")
+        return tuple(extras)
 
     @cached_property
     def hidden(self) -> Fields | None:
@@ -234,24 +234,26 @@ class Extraction(Index):
             return None
         shards = self._shard_count(fields)
         paths = self.files_of(fields, shards)
-        there, keys = self.logits_keys(paths)
+        first_path, keys = self.logits_keys(paths)
         columns = self.logits_columns
-        made, widths = [], []
+        logit_rows, widths = [], []
         for key in keys:
             files = [(path, key) for path in paths]
             name, k = self._first_header(files, fields, "k")
             widths.append(k)
             dtype = self._numpy(name, fields)
             addresses = self.addresses(shards, *columns, lists=False)
-            made.append(Rows.table(list(files), addresses, num_groups=1, width=k, dtype=name, descr=dtype, io=self.io))
+            logit_rows.append(
+                Rows.table(list(files), addresses, num_groups=1, width=k, dtype=name, descr=dtype, io=self.io)
+            )
             if key == keys[0]:
                 self._logits_dtype = dtype
         if widths[0] != widths[1]:
             raise FormatError(
                 f"expected as many indices as values per row, found {widths[1]} indices and {widths[0]} values",
-                path=there,
+                path=first_path,
             )
-        return Logits(*made)
+        return Logits(*logit_rows)
 
     @property
     def logits_columns(self) -> tuple[str, str]:
@@ -261,7 +263,7 @@ class Extraction(Index):
 
     def logits_keys(self, paths: list[Location]) -> tuple[Location, tuple[str, str]]:
         """The first existing file, and the names of its tensors."""
-        path, present = _first_there(paths)
+        path, present = _first_existing(paths)
         for pair in LOGITS_KEYS:
             if present.keys() >= set(pair):
                 return path, pair
@@ -299,17 +301,17 @@ class Extraction(Index):
 
     def files(self) -> list[Location]:
         """All tensor files listed by descriptors. Shards without rows have none."""
-        found: dict[Location, None] = {}
+        paths: dict[Location, None] = {}
         if (hidden := self.hidden) is not None:
             shards = hidden.items("shards")
             used = [i for i, shard in enumerate(shards) if shard.value.get("num_tokens", 1) != 0]
             layers = hidden.integers("layers")
             name = self.pattern(hidden, "file_pattern", layers, len(shards))
-            found.update({self.inside(hidden, name(layer, s)): None for layer in layers for s in used})
+            paths.update({self.inside(hidden, name(layer, s)): None for layer in layers for s in used})
         for fields in (self.logits_fields, self.router_fields):
             if fields is not None:
-                found.update(dict.fromkeys(self.files_of(fields, self._shard_count(fields))))
-        return list(found)
+                paths.update(dict.fromkeys(self.files_of(fields, self._shard_count(fields))))
+        return list(paths)
 
     # -- patterns and headers --------------------------------------------------------------------------------------
 
@@ -374,7 +376,7 @@ class Extraction(Index):
 
     def _first_header(self, files: Sequence[tuple[Location, str]], fields: Fields, width_field: str) -> tuple[str, int]:
         """Dtype and row width from the first existing file. Files may be missing in partial downloads."""
-        path, tensors = _first_there([path for path, _ in files])
+        path, tensors = _first_existing([path for path, _ in files])
         key = next(key for file, key in files if file == path)
         dtype, shape = tensor_of(path, tensors, key, width_field)
         # With positions="all", a logits row is longer than k; the header is correct.
@@ -411,12 +413,12 @@ def tensors_in(path: Location) -> dict[str, tuple[str, list[int]]]:
     return {name: (dtype, shape) for name, dtype, shape, _, _ in _native.safetensors_header(path)[0]}
 
 
-def _first_there(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[str, list[int]]]]:
+def _first_existing(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[str, list[int]]]]:
     """The first existing file, with dtype and shape of each of its tensors."""
     for path in paths:
         try:
             return path, tensors_in(path)
         except MissingFileError:
             continue
-    others = f" (nor any other of {len(paths)} tensor files)" if len(paths) > 1 else ""
-    raise MissingFileError(f"expected a file, found nothing{others}", path=paths[0])
+    rest = f" (nor any other of {len(paths)} tensor files)" if len(paths) > 1 else ""
+    raise MissingFileError(f"expected a file, found nothing{rest}", path=paths[0])

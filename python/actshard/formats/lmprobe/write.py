@@ -69,7 +69,7 @@ class LmprobeTarget(Target):
 
     writes_parquet = True
     format: ClassVar[str] = "lmprobe"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "storage": '"pooled" (one row per example) or "full_sequence"; default: determined by the first examples',
         "pooling": 'how rows were pooled (default: "last_token")',
         "model": "name of the source model",
@@ -86,9 +86,9 @@ class LmprobeTarget(Target):
 
     def __init__(self, spec: Spec) -> None:
         super().__init__(spec)
-        if taken := sorted(set(OWN_METADATA) & spec.metadata.keys()):
+        if conflicts := sorted(set(OWN_METADATA) & spec.metadata.keys()):
             raise ArgumentError(
-                f"metadata: {taken[0]!r} is reserved in lmprobe, because it describes the files; rename yours"
+                f"metadata: {conflicts[0]!r} is reserved in lmprobe, because it describes the files; rename yours"
             )
         # The header must have room for the largest possible shard.
         longest = {"dtype": "BF16", "shape": [10**15, spec.d_model], "data_offsets": [0, 10**18]}
@@ -109,8 +109,8 @@ class LmprobeTarget(Target):
         only(dtype, FLOATS, "lmprobe", "")
 
     def config(self) -> dict[str, Any]:
-        given = {name: self.spec.options.get(name) for name in ("pooling", "model", "revision")}
-        return {**super().config(), "storage": self.storage, "limit": self.limit, "created": self.created, **given}
+        options = {name: self.spec.options.get(name) for name in ("pooling", "model", "revision")}
+        return {**super().config(), "storage": self.storage, "limit": self.limit, "created": self.created, **options}
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
@@ -120,16 +120,16 @@ class LmprobeTarget(Target):
 
     @classmethod
     def conversion_options(
-        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
     ) -> dict[str, Any]:
-        options = {**own, **asked}
+        options = {**source_options, **user_options}
         if "storage" not in options:
             options["storage"] = "pooled" if tokens == "last" or pooled() else "full_sequence"
         return options
 
-    def take_tokens(self, found: int) -> None:
+    def take_tokens(self, tokens: int) -> None:
         if self.storage is None:
-            self.storage = "pooled" if found == 1 else "full_sequence"
+            self.storage = "pooled" if tokens == 1 else "full_sequence"
 
     @property
     def tokens(self) -> int | None:
@@ -155,9 +155,9 @@ class LmprobeTarget(Target):
 
         is_ = pa.types
         types = {field.name: field.type for field in schema}
-        taken = OWN_COLUMNS | ({"num_tokens"} if self.full else set())
-        if found := sorted(taken & types.keys()):
-            raise ArgumentError(f"columns: {found[0]!r} is reserved in lmprobe; rename the column")
+        reserved_names = OWN_COLUMNS | ({"num_tokens"} if self.full else set())
+        if conflicts := sorted(reserved_names & types.keys()):
+            raise ArgumentError(f"columns: {conflicts[0]!r} is reserved in lmprobe; rename the column")
         if (label := types.get("label")) is not None and not _is_label(label):
             raise ArgumentError(
                 f"label: expected 32-bit integers, or text, as in lmprobe, found {label}; rename or convert the column"
@@ -206,21 +206,21 @@ class LmprobeTarget(Target):
                     raise ArgumentError(f"{name}, from example {first}: expected numbers, found nulls")
 
     def turned(self, schema: pa.Schema) -> dict[str, str]:
-        made = {}
+        conversions = {}
         text = next((name for name in TEXTS if name in schema.names), None)
         for name in ("label", text):
             if name is not None and name in schema.names:
                 kind = schema.field(name).type
                 if not (_is_label(kind) if name == "label" else _is_text(kind)):
-                    made[name] = f"{name} is converted to text, because lmprobe cannot store {kind}"
-        return made
+                    conversions[name] = f"{name} is converted to text, because lmprobe cannot store {kind}"
+        return conversions
 
     def turn(self, table: pa.Table) -> pa.Table:
         import pyarrow as pa
 
         for name in self.turned(table.schema):
-            at = table.schema.get_field_index(name)
-            table = table.set_column(at, pa.field(name, pa.string()), as_text(table[name]))
+            index = table.schema.get_field_index(name)
+            table = table.set_column(index, pa.field(name, pa.string()), as_text(table[name]))
         return table
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -241,8 +241,8 @@ class LmprobeTarget(Target):
         shard, row = divmod(len(lengths), self.rows_per_shard)
         rows_of = {"last": [self.rows_per_shard] * shard + [row] * (row > 0), "rest": self._rest}
         for path in (self.root / "tensors").glob(".*.part"):
-            named = _WORKING.fullmatch(path.name)
-            kind, layer, number = named.groups() if named is not None else ("", "", "")
+            match = _WORKING.fullmatch(path.name)
+            kind, layer, number = match.groups() if match is not None else ("", "", "")
             if not kind or int(layer) not in self.spec.layers or int(number) >= len(rows_of[kind]):
                 path.unlink()
             elif path.stat().st_size > (size := self.header + rows_of[kind][int(number)] * self.row_bytes):
@@ -277,17 +277,17 @@ class LmprobeTarget(Target):
     def states_at(
         self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
     ) -> list[dict[str, Any]]:
-        made, at = [], 0
+        states, previous = [], 0
         self._rest, self._weight = [], 0
         for first in firsts:
             if self.full:
-                self._assign(lengths[at:first, 0])
-            made.append(
+                self._assign(lengths[previous:first, 0])
+            states.append(
                 {"shards": len(self._rest), "rows": self._rest[-1] if self._rest else 0, "weight": self._weight}
             )
-            at = first
+            previous = first
         self._rest, self._weight = [], 0
-        return made
+        return states
 
     def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
         shards, rows = int(state["shards"]), int(state["rows"])
@@ -313,9 +313,13 @@ class LmprobeTarget(Target):
         files: dict[Path, int] = {}
         pieces = []
 
-        def add(start: NDArray[np.int64], rows: NDArray[np.int64], path: list[Path], at: NDArray[np.int64]) -> None:
+        def add(
+            start: NDArray[np.int64], rows: NDArray[np.int64], path: list[Path], file_rows: NDArray[np.int64]
+        ) -> None:
             number = np.array([files.setdefault(p, len(files)) for p in path], np.int64)
-            table = np.stack([np.zeros_like(start), start * size, rows * size, number, self.header + at * size], axis=1)
+            table = np.stack(
+                [np.zeros_like(start), start * size, rows * size, number, self.header + file_rows * size], axis=1
+            )
             pieces.append(table[rows > 0])
 
         # An example without tokens gets a row of zeros, because its address must be valid.
@@ -325,9 +329,9 @@ class LmprobeTarget(Target):
             at_last = [self._working(layer, "last", int(s)) for s in last]
             add(starts + np.maximum(tokens - 1, 0), 1 - none, at_last, row)
             if self.full:
-                some = tokens > 1
-                at_rest = [self._working(layer, "rest", int(s)) for s in shards[some]]
-                add(starts[some], tokens[some] - 1, at_rest, firsts[some])
+                has_rest = tokens > 1
+                at_rest = [self._working(layer, "rest", int(s)) for s in shards[has_rest]]
+                add(starts[has_rest], tokens[has_rest] - 1, at_rest, firsts[has_rest])
         empty = []
         for layer in self.spec.layers:
             for s, r in zip(last[none > 0].tolist(), row[none > 0].tolist(), strict=True):
@@ -379,8 +383,8 @@ class LmprobeTarget(Target):
         """Number of prompts per sequence shard. A prompt without rows counts for the current shard."""
         self._rest, self._weight = [], 0
         shards, _ = self._assign(tokens)
-        at = np.maximum.accumulate(np.where(tokens > 1, shards, 0)) if len(tokens) else shards
-        counts: list[int] = np.bincount(at, minlength=len(self._rest))[: len(self._rest)].tolist()
+        shard_numbers = np.maximum.accumulate(np.where(tokens > 1, shards, 0)) if len(tokens) else shards
+        counts: list[int] = np.bincount(shard_numbers, minlength=len(self._rest))[: len(self._rest)].tolist()
         return counts
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
@@ -416,7 +420,7 @@ class LmprobeTarget(Target):
 
     def _descriptor(self, shards: list[dict[str, int]], lasts: int) -> dict[str, Any]:
         assert self.dtype is not None
-        made: dict[str, Any] = {
+        descriptor: dict[str, Any] = {
             "type": "hidden",
             "layers": list(self.spec.layers),
             "dim": self.spec.d_model,
@@ -427,33 +431,33 @@ class LmprobeTarget(Target):
             "storage": self.storage,
         }
         if self.full:
-            return {**made, "last_token_shards": lasts, "shards": shards}
-        return {**made, "pooling": self.pooling, "row_bytes": self.row_bytes, "shards": shards}
+            return {**descriptor, "last_token_shards": lasts, "shards": shards}
+        return {**descriptor, "pooling": self.pooling, "row_bytes": self.row_bytes, "shards": shards}
 
     def _columns(self, examples: AllExamples, tokens: NDArray[np.int64]) -> dict[str, Any]:
         """The index's columns by name, except the per-token lists."""
         import pyarrow as pa
 
         n = len(examples)
-        given = (
+        columns = (
             {}
             if examples.columns is None
             else dict(zip(examples.columns.column_names, examples.columns.columns, strict=True))
         )
-        text = next((given.pop(name) for name in TEXTS if name in given), None)  # "text" precedes its other names
+        text = next((columns.pop(name) for name in TEXTS if name in columns), None)  # "text" precedes its other names
         last, row = np.divmod(np.arange(n), self.rows_per_shard)
-        made: dict[str, Any] = {
-            "label": _label(given.pop("label", None), n),
-            "num_tokens": self._num_tokens(given.pop("num_tokens", None), tokens),
+        index_columns: dict[str, Any] = {
+            "label": _label(columns.pop("label", None), n),
+            "num_tokens": self._num_tokens(columns.pop("num_tokens", None), tokens),
             "shard_index": numbers(last.astype(np.int32)),
             "row_offset": numbers(row.astype(np.int32)),
         }
         if text is not None:
-            made["text"] = text.cast(pa.string()) if _is_text(text.type) else as_text(text)
+            index_columns["text"] = text.cast(pa.string()) if _is_text(text.type) else as_text(text)
         if self.full:
-            made["token_offset"] = numbers(row)
-        made |= {name: given[name] for name in sorted(given)}
-        return made
+            index_columns["token_offset"] = numbers(row)
+        index_columns |= {name: columns[name] for name in sorted(columns)}
+        return index_columns
 
     def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
         """Token counts. For pooled data, the caller's counts or nulls, as lmprobe writes them."""
@@ -541,23 +545,23 @@ class LmprobeTarget(Target):
         offsets = numbers(np.concatenate([[0], ends]).astype(np.int32))
         ids = np.repeat(shards + lasts, tokens)
         rows = np.arange(total) - np.repeat(ends - tokens, tokens) + np.repeat(firsts, tokens)
-        some = tokens > 0
+        has_tokens = tokens > 0
         last, row = np.divmod(np.arange(first, first + len(tokens)), self.rows_per_shard)
-        ids[ends[some] - 1], rows[ends[some] - 1] = last[some], row[some]
+        ids[ends[has_tokens] - 1], rows[ends[has_tokens] - 1] = last[has_tokens], row[has_tokens]
         return pa.ListArray.from_arrays(offsets, numbers(ids)), pa.ListArray.from_arrays(offsets, numbers(rows))
 
 
 def _slices(tokens: NDArray[np.int64], full: bool) -> list[tuple[int, int]]:
     """Ranges of examples to write at once, limited by rows and tokens, with at least one example."""
-    made, first = [], 0
+    slices, first = [], 0
     while first < len(tokens):
         last = min(first + _ROWS_AT_ONCE, len(tokens))
         if full:
             ends = np.cumsum(tokens[first:last])
             last = first + max(1, int(np.searchsorted(ends, _TOKENS_AT_ONCE, "right")))
-        made.append((first, last))
+        slices.append((first, last))
         first = last
-    return made
+    return slices
 
 
 def _is_text(kind: pa.DataType) -> bool:

@@ -19,8 +19,8 @@ def _files(root: Location, most: int | None) -> list[Location]:
     if most is not None:
         names = [entry.name for entry in root.first(4096) if entry.kind == "file" and entry.name.endswith(_SUFFIX)]
         return [root / name for name in sorted(names)[:most]]
-    found = [path for path, _ in root.files() if path.name.endswith(_SUFFIX)]
-    return sorted(found, key=lambda path: path.relative_to(root))
+    paths = [path for path, _ in root.files() if path.name.endswith(_SUFFIX)]
+    return sorted(paths, key=lambda path: path.relative_to(root))
 
 
 FOLDER = DraftFolder(

@@ -23,7 +23,7 @@ class ModeloptTarget(DraftTarget):
     """Writes ``00000000.pt``, ``00000001.pt``, ..."""
 
     format: ClassVar[str] = "modelopt"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
     }
     kinds: ClassVar[Mapping[str, DraftKind]] = {

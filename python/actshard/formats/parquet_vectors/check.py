@@ -26,21 +26,21 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     _check_description(dataset, report)
 
 
-def _check_description(found: ParquetDataset, report: Report) -> None:
-    path = sidecar(found.files[0].path)
-    extraction = found.described.get("extraction")
-    if found.described.get("kind") != "nla_dataset" or not isinstance(extraction, dict):
+def _check_description(dataset: ParquetDataset, report: Report) -> None:
+    path = sidecar(dataset.files[0].path)
+    extraction = dataset.described.get("extraction")
+    if dataset.described.get("kind") != "nla_dataset" or not isinstance(extraction, dict):
         return
-    rows = found.described.get("row_count")
-    if rows is not None and rows != found.num_examples:
-        report.add("count-claim", path, rows, f"{found.num_examples}, as in the file", "field 'row_count'")
+    rows = dataset.described.get("row_count")
+    if rows is not None and rows != dataset.num_examples:
+        report.add("count-claim", path, rows, f"{dataset.num_examples}, as in the file", "field 'row_count'")
     width = extraction.get("d_model")
-    if width is not None and width != found.d_model:
-        report.add("claim", path, width, f"{found.d_model}, the size of the vectors", "field 'extraction.d_model'")
+    if width is not None and width != dataset.d_model:
+        report.add("claim", path, width, f"{dataset.d_model}, the size of the vectors", "field 'extraction.d_model'")
     layer = extraction.get("layer_index")
-    if "activation_layer" in found.column_names and layer is not None:
+    if "activation_layer" in dataset.column_names and layer is not None:
         with report.noting(path):
-            values = set(found.columns(["activation_layer"])["activation_layer"].unique().to_pylist())
+            values = set(dataset.columns(["activation_layer"])["activation_layer"].unique().to_pylist())
             if values - {layer}:
                 text = f"{layer}, but column activation_layer has {sorted(values, key=str)[:5]}"
                 report.add("claim", path, text, "the layer of all rows", "field 'extraction.layer_index'")

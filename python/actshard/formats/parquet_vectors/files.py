@@ -47,13 +47,13 @@ def parquet_files(path: Location) -> list[Location]:
     for folder in (path, path / "data"):
         if folder.kind() != "folder":
             continue
-        found = [
+        paths = [
             folder / entry.name
             for entry in folder.entries("*.parquet")
             if entry.kind == "file" and not entry.name.startswith(".")
         ]
-        if found:
-            return found
+        if paths:
+            return paths
     return []
 
 
@@ -63,9 +63,9 @@ def check_one_dataset(path: Location, files: list[Location]) -> None:
     splits = {None if match is None else match[1] for match in matches}
     words = {_word(file.name) for file, match in zip(files, matches, strict=True) if match is None} - {None}
     if len(splits) > 1 or len(words) > 1:
-        named = ", ".join(sorted(str(split) for split in splits | words if split is not None))
+        names = ", ".join(sorted(str(split) for split in splits | words if split is not None))
         raise UnknownFormatError(
-            f"contains files of several splits ({named}). Open one of its files, or a folder with one split", path=path
+            f"contains files of several splits ({names}). Open one of its files, or a folder with one split", path=path
         )
     parts = [(match[2], match[3]) for match in matches if match is not None]
     if len({count for _, count in parts}) > 1 or len(set(parts)) < len(parts):
@@ -84,8 +84,8 @@ def check_one_dataset(path: Location, files: list[Location]) -> None:
 
 def _word(name: str) -> str | None:
     """The split in a file name without numbers, such as ``train.parquet`` or ``acts_test.parquet``."""
-    found = _WORD.search(name.lower())
-    word = None if found is None else found[1] or found[2]
+    match = _WORD.search(name.lower())
+    word = None if match is None else match[1] or match[2]
     return None if word is None else _SAME.get(word, word)
 
 
@@ -96,18 +96,18 @@ def missing_files(files: list[Location]) -> list[Remark]:
     """
     for pattern in (_SPLIT, _NUMBER):
         matches: dict[FileKey, re.Match[str]] = {
-            (int(named[2]),): named for file in files if (named := pattern.fullmatch(file.name))
+            (int(match[2]),): match for file in files if (match := pattern.fullmatch(file.name))
         }
         if not matches or len(matches) < len(files):
             continue
         stop = int(next(iter(matches.values()))[3]) if pattern is _SPLIT else None
-        if stop is None and ((0,) not in matches or len({named[1] for named in matches.values()}) > 1):
+        if stop is None and ((0,) not in matches or len({match[1] for match in matches.values()}) > 1):
             return []  # years, or files of several names
 
         def name(number: int, gap: Gap, matches: Mapping[FileKey, re.Match[str]] = matches) -> str:
-            named = matches[gap.neighbor]
-            prefix = named.string[: named.end(named.re.groups)]  # without the checksum that some writers append
-            return f"{renumbered(prefix, named.span(2), number)}.parquet"
+            match = matches[gap.neighbor]
+            prefix = match.string[: match.end(match.re.groups)]  # without the checksum that some writers append
+            return f"{renumbered(prefix, match.span(2), number)}.parquet"
 
         return Numbered.of(matches, first=0, stop=stop).remarks(name, "files")
     return []
@@ -155,8 +155,8 @@ class ParquetFile:
 
     def __init__(self, path: Location) -> None:
         self.path = path
-        found = path.regular("open")
-        self.version = (found.size, found.version)
+        stat = path.regular("open")
+        self.version = (stat.size, stat.version)
         with self._open() as file:
             self.schema: pa.Schema = file.schema_arrow
         self.footer = read_footer(path)
@@ -171,31 +171,31 @@ class ParquetFile:
 
     def _leaves(self) -> dict[str, list[int]]:
         """Numbers of the leaf columns of each field."""
-        made: dict[str, list[int]] = {}
+        leaves: dict[str, list[int]] = {}
         first = 0
         for field in self.schema:
             n = _count_leaves(field.type)
-            if field.name in made:
+            if field.name in leaves:
                 raise FormatError(f"expected columns of different names, found {field.name!r} twice", path=self.path)
-            made[field.name] = list(range(first, first + n))
+            leaves[field.name] = list(range(first, first + n))
             first += n
         if first != len(self.paths):
             raise FormatError(f"expected {first} columns by its schema, found {len(self.paths)}", path=self.path)
-        return made
+        return leaves
 
     def features(self) -> dict[str, Any]:
         """Features that ``datasets`` stored in the schema."""
         text = (self.schema.metadata or {}).get(b"huggingface")
         try:
-            found = json.loads(text)["info"]["features"] if text else {}
+            features = json.loads(text)["info"]["features"] if text else {}
         except (ValueError, KeyError, TypeError, RecursionError):
             return {}  # a hint only; lengths are checked when values are read
-        return found if isinstance(found, dict) else {}
+        return features if isinstance(features, dict) else {}
 
     def vectors(self) -> list[VectorColumn]:
         """The columns of vectors."""
         features = self.features()
-        return [made for field in self.schema if (made := self._vectors(field, features)) is not None]
+        return [column for field in self.schema if (column := self._vectors(field, features)) is not None]
 
     def _vectors(self, field: pa.Field, features: dict[str, Any]) -> VectorColumn | None:
         import pyarrow as pa
@@ -217,7 +217,8 @@ class ParquetFile:
         shape = feature.get("shape") if isinstance(feature, dict) else None
         if isinstance(shape, list) and len(shape) == len(sizes):
             sizes = [
-                own or (n if type(n) is int and 0 < n < _LARGEST else None) for own, n in zip(sizes, shape, strict=True)
+                size or (n if type(n) is int and 0 < n < _LARGEST else None)
+                for size, n in zip(sizes, shape, strict=True)
             ]
         (number,) = self.leaves[field.name]
         leaf = self.paths[number]
@@ -235,8 +236,8 @@ class ParquetFile:
 
     def check_unchanged(self) -> None:
         """Raises FormatError if the file was replaced since it was opened."""
-        found = self.path.regular("read")
-        if (found.size, found.version) != self.version:
+        stat = self.path.regular("read")
+        if (stat.size, stat.version) != self.version:
             raise FormatError(
                 "expected the file that was opened, found another: it was replaced. Open it again", path=self.path
             )
@@ -251,24 +252,24 @@ class ParquetFile:
     def chunks(self, group: int, column: VectorColumn) -> Iterator[pa.Array]:
         """Decodes a column of a row group, in chunks of fewer than 2^31 values: a vector or sequence per row and layer."""
         table = self.read(group, [column.name])
-        done = 0
+        row = 0
         for chunk in table.column(0).chunks:
-            yield self._sequences(_nested(getattr(chunk, "storage", chunk), column), column, done)
-            done += len(chunk)
+            yield self._sequences(_nested(getattr(chunk, "storage", chunk), column), column, row)
+            row += len(chunk)
 
-    def _sequences(self, lists: pa.Array, column: VectorColumn, done: int) -> pa.Array:
+    def _sequences(self, lists: pa.Array, column: VectorColumn, row: int) -> pa.Array:
         """The sequences of all layers of the rows, one after the other."""
         if column.levels < 3 or len(lists) == 0 or not _is_list(lists.type.value_type.value_type):
             return lists  # those of tensors are divided already
-        _refuse_nulls(lists, lambda i: self._refuse(column, done + i, f"{column.layers} layers", "null"))
+        _refuse_nulls(lists, lambda i: self._refuse(column, row + i, f"{column.layers} layers", "null"))
         ends = ends_of(lists)
         if len(bad := np.flatnonzero(np.diff(ends) != column.layers)):
-            raise self._refuse(column, done + int(bad[0]), f"{column.layers} layers", int(np.diff(ends)[bad[0]]))
+            raise self._refuse(column, row + int(bad[0]), f"{column.layers} layers", int(np.diff(ends)[bad[0]]))
         return lists.values.slice(int(ends[0]), int(ends[-1] - ends[0]))
 
-    def _refuse(self, column: VectorColumn, row: int, expected: str, found: Any) -> FormatError:
+    def _refuse(self, column: VectorColumn, row: int, expected: str, actual: Any) -> FormatError:
         return FormatError(
-            f"row {row} of a row group: column {column.name!r}: expected {expected}, found {found}", path=self.path
+            f"row {row} of a row group: column {column.name!r}: expected {expected}, found {actual}", path=self.path
         )
 
     def decode(
@@ -289,22 +290,22 @@ class ParquetFile:
             raise UnsupportedError(
                 f"expected row groups of at most 64 GiB, found {size} bytes in group {group}", path=self.path
             )
-        made = (
+        values = (
             np.zeros((n, tokens, width), column.dtype) if column.levels > 1 else np.empty((n, 1, width), column.dtype)
         )
-        done = 0
+        start = 0
         for chunk in self.chunks(group, column):
-            end = done + len(chunk)
+            end = start + len(chunk)
             if end > n:
                 break
-            fill(made[done:end], expected[done:end], chunk, column, first * column.layers + done, self.path)
-            done = end
-        if done != n:
+            fill(values[start:end], expected[start:end], chunk, column, first * column.layers + start, self.path)
+            start = end
+        if start != n:
             rows = self.group_rows(group)
             raise FormatError(
-                f"expected {rows} rows in row group {group}, found {done // column.layers}", path=self.path
+                f"expected {rows} rows in row group {group}, found {start // column.layers}", path=self.path
             )
-        return made.reshape(-1, column.layers, *made.shape[1:])
+        return values.reshape(-1, column.layers, *values.shape[1:])
 
 
 class _Opened:
@@ -373,27 +374,27 @@ def ends_of(lists: pa.Array) -> NDArray[np.int64]:
         size = lists.type.list_size
         even: NDArray[np.int64] = (np.arange(len(lists) + 1, dtype=np.int64) + lists.offset) * size
         return even
-    made: NDArray[np.int64] = np.asarray(lists.offsets).astype(np.int64)
-    return made
+    ends: NDArray[np.int64] = np.asarray(lists.offsets).astype(np.int64)
+    return ends
 
 
 def fill(
-    made: NDArray[Any],
+    out: NDArray[Any],
     expected: NDArray[np.int64],
     chunk: pa.Array,
     column: VectorColumn,
     first: int,
     path: Location,
 ) -> None:
-    """Copies the vectors of a chunk of sequences to ``made``, ``(sequences, tokens, width)``. ``expected`` is the number of each.
+    """Copies the vectors of a chunk of sequences to ``out``, ``(sequences, tokens, width)``. ``expected`` is the number of each.
 
     Raises FormatError with the row's number for nulls and other numbers of vectors or values; ``first`` counts sequences, too.
     """
-    _, tokens, width = made.shape
+    _, tokens, width = out.shape
 
-    def refuse(row: int, expected: str, found: Any) -> FormatError:
+    def refuse(row: int, expected: str, actual: Any) -> FormatError:
         row = (first + row) // (column.layers or 1)
-        return FormatError(f"row {row}: column {column.name!r}: expected {expected}, found {found}", path=path)
+        return FormatError(f"row {row}: column {column.name!r}: expected {expected}, found {actual}", path=path)
 
     _refuse_nulls(chunk, lambda i: refuse(i, "vectors", "null"))
     if column.levels == 1:
@@ -413,9 +414,9 @@ def fill(
     _refuse_nulls(values, lambda i: refuse(int(rows[i // width]), "numbers", "null"))
     flat = values.to_numpy(zero_copy_only=True).reshape(-1, width)
     if (counts == tokens).all():
-        made.reshape(-1, width)[...] = flat
+        out.reshape(-1, width)[...] = flat
     else:
-        made[np.arange(tokens) < counts[:, None]] = flat
+        out[np.arange(tokens) < counts[:, None]] = flat
 
 
 def _refuse_nulls(values: pa.Array, error: Callable[[int], FormatError]) -> None:

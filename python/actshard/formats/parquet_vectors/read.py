@@ -85,7 +85,7 @@ class ParquetDataset:
         self.described: dict[str, Any] = {}
         with faults.noting(path):
             self.described = self._described(paths)
-        self.files = faults.batch(paths, lambda some: [ParquetFile(file) for file in some])
+        self.files = faults.batch(paths, lambda batch: [ParquetFile(file) for file in batch])
         if not self.files:
             raise FormatError(f"expected {LOOKED_FOR}, found no parquet file", path=path)
         for file in self.files[1:]:
@@ -130,10 +130,10 @@ class ParquetDataset:
         wider vectors.
         """
         every = self.files[0].vectors()
-        named = named_in(layout, [column.name for column in every])
+        requested_names = named_in(layout, [column.name for column in every])
         columns = [column for column in every if column.likely] or every
-        if named is not None:
-            columns = [column for column in every if column.name in named]
+        if requested_names is not None:
+            columns = [column for column in every if column.name in requested_names]
         if not columns:
             raise FormatError(f"expected {LOOKED_FOR}, found none", path=self.files[0].path)
         columns = [self._with_layers(column) for column in columns]
@@ -146,9 +146,9 @@ class ParquetDataset:
                 if column.levels < 3:
                     raise
                 failed.append(error)  # rows with different numbers of layers: not a layer if other columns are
-        if not widths or (named is not None and failed):
+        if not widths or (requested_names is not None and failed):
             raise failed[0]
-        rank = rank_of if named is None and not self.described else lambda name: 1
+        rank = rank_of if requested_names is None and not self.described else lambda name: 1
         # Three axes may also be those of images: only a name of states makes them better than others.
         kinds = {
             c.name: (c.levels if c.levels < 3 or rank(c.name) == 2 else 0, c.layers, widths[c.name], c.type)
@@ -157,14 +157,14 @@ class ParquetDataset:
         }
         names = choose(kinds, self.path, rank)
         self.d_model = widths[names[0]]
-        if others := [column.name for column in columns if column.name not in names]:
-            if named is not None:
+        if other_names := [column.name for column in columns if column.name not in names]:
+            if requested_names is not None:
                 raise ArgumentError(
-                    f"layout: expected columns of one kind, size and dtype, found {', '.join(others)} next to {names[0]}"
+                    f"layout: expected columns of one kind, size and dtype, found {', '.join(other_names)} next to {names[0]}"
                 )
-            self.warnings.append(Remark("layout", left_out(others, names)))
+            self.warnings.append(Remark("layout", left_out(other_names, names)))
         by_name = {column.name: column for column in columns}
-        return [by_name[name] for name in (named or names)]
+        return [by_name[name] for name in (requested_names or names)]
 
     def _with_layers(self, column: VectorColumn) -> VectorColumn:
         """The column with its number of layers: from the type or the features, else from the first row."""
@@ -188,16 +188,18 @@ class ParquetDataset:
         for file, group in self.groups:
             for chunk in file.chunks(group, column):
                 sizes = np.diff(ends_of(chunk.flatten() if column.levels > 1 else chunk))
-                if (found := sizes[sizes > 0]).size:
-                    return int(found[0])
+                if (widths := sizes[sizes > 0]).size:
+                    return int(widths[0])
         return 0
 
     def _lengths(self) -> list[NDArray[np.int64]] | int:
         """Tokens of each example, by row group; a single number if all are equal. Sequences of unknown length are decoded once."""
         first = self.columns_found[0]
         fixed = first.tokens
-        each = self.d_model * (fixed or 0) * (first.layers or 1)
-        if fixed is not None and all(file.values(g, first) == file.group_rows(g) * each for file, g in self.groups):
+        row_values = self.d_model * (fixed or 0) * (first.layers or 1)
+        if fixed is not None and all(
+            file.values(g, first) == file.group_rows(g) * row_values for file, g in self.groups
+        ):
             return fixed
         if fixed is not None and first.levels == 1:
             return fixed
@@ -233,7 +235,7 @@ class ParquetDataset:
         """The value of an integer column that is constant according to the statistics of the row groups; else None."""
         import pyarrow as pa
 
-        found: set[int] = set()
+        constants: set[int] = set()
         for file, group in self.groups:
             numbers = file.leaves.get(name, [])
             if len(numbers) != 1:
@@ -242,8 +244,8 @@ class ParquetDataset:
             # Dates and times are integers in the file, too.
             if values is None or values[2] or not pa.types.is_integer(file.schema.field(name).type):
                 return None
-            found |= set(values[:2])
-        return found.pop() if len(found) == 1 and all(_is_layer(value) for value in found) else None
+            constants |= set(values[:2])
+        return constants.pop() if len(constants) == 1 and all(_is_layer(value) for value in constants) else None
 
     def native(self, options: Options) -> Rows | None:
         """The rows: a chunk per row group and layer, decoded on first use and cached."""
@@ -290,9 +292,9 @@ class ParquetDataset:
         layers = {column.name for column in self.columns_found}
         return tuple(name for name in self.files[0].schema.names if name not in layers)
 
-    def batches(self, wanted: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
+    def batches(self, names: Sequence[str], most: int | None = None) -> Iterator[pa.Table]:
         """Reads columns row group by row group, until ``most`` examples are read or the dataset ends."""
-        unknown = [name for name in wanted if name not in self.column_names]
+        unknown = [name for name in names if name not in self.column_names]
         if unknown:
             raise NotStoredError(
                 f"has no column {unknown[0]!r}; columns are {', '.join(self.column_names) or 'none'}", path=self.path
@@ -300,16 +302,16 @@ class ParquetDataset:
         for (file, group), first in zip(self.groups, self.firsts, strict=False):
             if most is not None and first >= most:
                 return
-            yield file.read(group, list(wanted)).replace_schema_metadata(None)
+            yield file.read(group, list(names)).replace_schema_metadata(None)
 
-    def columns(self, wanted: Sequence[str], most: int | None = None) -> pa.Table:
+    def columns(self, names: Sequence[str], most: int | None = None) -> pa.Table:
         """Reads columns of all examples, or of the first ones."""
         import pyarrow as pa
 
-        parts = list(self.batches(wanted, most))
+        parts = list(self.batches(names, most))
         if not parts:
             schema = self.files[0].schema
-            return pa.table({name: pa.array([], schema.field(name).type) for name in wanted})
+            return pa.table({name: pa.array([], schema.field(name).type) for name in names})
         table = pa.concat_tables(parts)
         return table if most is None else table.slice(0, most)
 
@@ -319,7 +321,7 @@ class ParquetDataset:
         rows = self.native(options)
         lengths = self.lengths
         same = lengths if isinstance(lengths, int) else None
-        each = None if isinstance(lengths, int) else np.concatenate([np.zeros(0, np.int64), *lengths])
+        token_counts = None if isinstance(lengths, int) else np.concatenate([np.zeros(0, np.int64), *lengths])
         extraction = self.described.get("extraction")
         model = extraction.get("base_model") if isinstance(extraction, dict) else self.described.get("model_name")
         shown = ("kind", "stage", "dataset_id", "schema_version")
@@ -332,7 +334,7 @@ class ParquetDataset:
             d_model=self.d_model,
             dtype=self.columns_found[0].dtype,
             num_examples=n,
-            token_counts=lambda: np.full(n, same, np.int64) if each is None else each.copy(),
+            token_counts=lambda: np.full(n, same, np.int64) if token_counts is None else token_counts.copy(),
             rows=rows,
             column_names=self.column_names,
             columns=self.columns,
@@ -355,10 +357,10 @@ def _is_layer(value: Any) -> TypeGuard[int]:
 class _Decode:
     """Decodes a row group for the core: its elements in C order."""
 
-    def __init__(self, of: ParquetDataset, number: int) -> None:
-        self.file, self.group = of.groups[number]
-        self.first, self.lengths, self.width = int(of.firsts[number]), of.lengths_in(number), of.d_model
-        self.columns = of.columns_found
+    def __init__(self, dataset: ParquetDataset, number: int) -> None:
+        self.file, self.group = dataset.groups[number]
+        self.first, self.lengths, self.width = int(dataset.firsts[number]), dataset.lengths_in(number), dataset.d_model
+        self.columns = dataset.columns_found
 
     def __call__(self, indices: list[int]) -> bytes:
         column = self.columns[indices[1]]

@@ -21,7 +21,7 @@ _REQUIRED = ("version", "created_at", "extraction_config", "shards", "statistics
 def check(root: Location, report: Report, tell: Any) -> None:
     """Checks every metadata.json and every shard, then consistency across shards."""
     folders = [root] if (root / "metadata.json").exists() else machines_in(root) or [root]
-    seen: dict[int, list[Location]] = defaultdict(list)
+    shards_by_sample: dict[int, list[Location]] = defaultdict(list)
     widths: dict[int, Location] = {}
     types: dict[str, Location] = {}
     for folder in folders:
@@ -37,32 +37,32 @@ def check(root: Location, report: Report, tell: Any) -> None:
         shards = report.faults.parse(path, parse) or []
         for i, shard in enumerate(shards):
             tell("shards", i, len(shards))
-            _check_shard(shard, seen, widths, types, report)
+            _check_shard(shard, shards_by_sample, widths, types, report)
         # The names of entries with faults, too.
         entries = [entry.value.get("filename") for entry in metadata.items("shards")]
-        listed = {name for name in entries if isinstance(name, str)}
+        listed_names = {name for name in entries if isinstance(name, str)}
         names = [entry.name for entry in folder.entries()] if folder.lists else []
         present = {name for name in names if re.search(r"\.pkl(\.gz)?$", name) and not name.startswith(".")}
-        for stray in sorted(present - listed):
+        for stray in sorted(present - listed_names):
             report.add("unlisted-file", folder / stray, "a shard that metadata.json does not list")
-    for sample, where in seen.items():
+    for sample, where in shards_by_sample.items():
         if len(where) > 1:
-            both = ", ".join(str(p.name) for p in where[1:4])
+            shard_names = ", ".join(str(p.name) for p in where[1:4])
             report.add(
                 "duplicate-sample",
                 where[0],
-                f"also in {both}",
+                f"also in {shard_names}",
                 "a different number for every sample",
                 f"sample_idx {sample}",
             )
             if sum(f.code == "duplicate-sample" for f in report.findings) >= 20:
                 break
     if len(widths) > 1:
-        (first, one), (second, other) = list(widths.items())[:2]
-        report.add("format", other, f"{second} wide", f"{first} wide, as in {one.name}")
+        (first, first_path), (second, second_path) = list(widths.items())[:2]
+        report.add("format", second_path, f"{second} wide", f"{first} wide, as in {first_path.name}")
     if len(types) > 1:
-        (first_type, one), (second_type, other) = list(types.items())[:2]
-        report.add("mixed-dtypes", other, second_type, f"{first_type}, as in {one.name}")
+        (first_type, first_path), (second_type, second_path) = list(types.items())[:2]
+        report.add("mixed-dtypes", second_path, second_type, f"{first_type}, as in {first_path.name}")
 
 
 def _metadata_of(path: Location) -> Fields:
@@ -73,7 +73,7 @@ def _metadata_of(path: Location) -> Fields:
 
 def _check_shard(
     spec: ListedShard,
-    seen: dict[int, list[Location]],
+    shards_by_sample: dict[int, list[Location]],
     widths: dict[int, Location],
     types: dict[str, Location],
     report: Report,
@@ -97,7 +97,7 @@ def _check_shard(
         if not spec.samples:
             return
         for sample in rows.samples(0):
-            seen[sample].append(shard)
+            shards_by_sample[sample].append(shard)
         widths.setdefault(rows.width, shard)
         for dtype in rows.stored_types(0, None):
             types.setdefault(str(dtype), shard)

@@ -26,19 +26,19 @@ class PickleCarrying(Carrying):
 
     def numbered_by_order(self, contents: Contents) -> bool:
         """Whether samples are numbered by order, according to the shards' ``sample_id_range``."""
-        found: Any = contents.metadata.get("shards")
-        if not isinstance(found, list):
+        shards: Any = contents.metadata.get("shards")
+        if not isinstance(shards, list):
             return False
-        at = 0
-        for shard in found:
+        first = 0
+        for shard in shards:
             if not isinstance(shard, dict):
                 return False
             ids, count = shard.get("sample_id_range"), shard.get("num_samples")
             if count == 0:
                 continue
-            if not isinstance(count, int) or ids != [at, at + count - 1]:
+            if not isinstance(count, int) or ids != [first, first + count - 1]:
                 return False
-            at += count
+            first += count
         return True
 
     def fillers(self, contents: Contents) -> frozenset[str]:
@@ -65,9 +65,9 @@ class PickleCarrying(Carrying):
 
         if PREVIEW not in table.column_names or "text" not in table.column_names:
             return table
-        whole = pc.coalesce(table["text"].cast("string"), table[PREVIEW].cast("string"))
+        texts = pc.coalesce(table["text"].cast("string"), table[PREVIEW].cast("string"))
         table = table.drop_columns(["text"])
-        return table.set_column(table.column_names.index(PREVIEW), PREVIEW, whole)
+        return table.set_column(table.column_names.index(PREVIEW), PREVIEW, texts)
 
     def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
         config = metadata.get("extraction_config") or {}

@@ -23,7 +23,7 @@ _DECODED = 160 << 20
 def _check(plan: Merge) -> None:
     parts = [Location.at(part) for part in plan.parts]
     open_many(Location.at(plan.path), parts, Options("pread"))  # rejects duplicate sample numbers
-    missing = next((source for source, _ in _planned(plan)[0] if not source.is_file()), None)
+    missing = next((source for source, _ in _plan_moves(plan)[0] if not source.is_file()), None)
     if missing is not None:
         raise MissingFileError("expected a shard, found no file", path=missing)
     # Only the first shard of each part is checked: reading all columns would decode all rows.
@@ -31,7 +31,7 @@ def _check(plan: Merge) -> None:
     check_column_types(plan, [c.unit_columns(0) for c in contents if c.unit_columns is not None])
 
 
-def _planned(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
+def _plan_moves(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
     """Returns each shard with its new name, and the merged metadata."""
     described = [Fields(read_json(p / "metadata.json"), p / "metadata.json") for p in plan.parts]
     moves: list[tuple[Path, str]] = []
@@ -50,12 +50,12 @@ def _planned(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
     config |= {"layers_extracted": config.get("layers_extracted", layers), "max_seq_length": max(longest, default=1)}
     statistics = [m.value.get("statistics") for m in described]
     seconds = [s.get("extraction_duration_seconds") if isinstance(s, dict) else None for s in statistics]
-    known = [s for s in seconds if isinstance(s, int | float)]
+    durations = [s for s in seconds if isinstance(s, int | float)]
     samples = sum(
         Fields(s, plan.parts[0] / "metadata.json", "shards").integer("num_samples", minimum=0) for s in shards
     )
     created = described[0].value.get("created_at", "")
-    return moves, shard_listing(shards, samples, config, created, 0, 1, sum(known) if known else None)
+    return moves, shard_listing(shards, samples, config, created, 0, 1, sum(durations) if durations else None)
 
 
 class PickleMerger(Merger):
@@ -72,13 +72,13 @@ class PickleMerger(Merger):
         _check(plan)
 
     def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
-        return [(source, plan.path / name) for source, name in _planned(plan)[0]]
+        return [(source, plan.path / name) for source, name in _plan_moves(plan)[0]]
 
     def finish(self, plan: Merge) -> Path:
         _native.sync_files([plan.path])  # shards must be on disk before the list that names them
-        write_json(plan.path / "metadata.json", _planned(plan)[1])
+        write_json(plan.path / "metadata.json", _plan_moves(plan)[1])
         _native.sync_files([plan.path])
         return plan.path
 
     def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
-        return ["metadata.json"], len(as_json(_planned(plan)[1])), True
+        return ["metadata.json"], len(as_json(_plan_moves(plan)[1])), True

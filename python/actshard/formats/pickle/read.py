@@ -57,7 +57,7 @@ def detect(path: Location) -> Evidence:
     if path.kind() != "folder":
         return Evidence(False, LOOKED_FOR, "a file")
     if (path / "metadata.json").exists():
-        if _is_one(path):
+        if _is_machine_folder(path):
             return Evidence(True, LOOKED_FOR, "a metadata.json of pickle shards")
         return Evidence(False, LOOKED_FOR, "another metadata.json", near=True)
     machines = machines_in(path)
@@ -66,11 +66,11 @@ def detect(path: Location) -> Evidence:
     configs = [_extraction(read_json(m / "metadata.json").get("extraction_config")) for m in machines]
     for machine, config in zip(machines, configs, strict=True):
         if config != configs[0]:
-            found = (
+            text = (
                 f"{len(machines)} folders of pickle shards of different extractions ({_difference(configs[0], config)} differs "
                 f"between {show(machines[0].name)} and {show(machine.name)})"
             )
-            return Evidence(False, LOOKED_FOR, found, near=True)
+            return Evidence(False, LOOKED_FOR, text, near=True)
     return Evidence(True, LOOKED_FOR, f"{len(machines)} folders of pickle shards of one extraction")
 
 
@@ -87,13 +87,13 @@ def _difference(a: Any, b: Any) -> str:
     return next((f"extraction_config.{show(k)[1:-1]}" for k in [*a, *b] if a.get(k) != b.get(k)), "extraction_config")
 
 
-def _is_one(path: Location) -> bool:
+def _is_machine_folder(path: Location) -> bool:
     value = read_json(path / "metadata.json")
     shards = value.get("shards") if isinstance(value, dict) else None
     if not isinstance(value, dict) or not isinstance(shards, list):
         return False
-    named = any(isinstance(s, dict) and "filename" in s for s in shards)
-    return named or (not shards and "extraction_config" in value)
+    has_names = any(isinstance(s, dict) and "filename" in s for s in shards)
+    return has_names or (not shards and "extraction_config" in value)
 
 
 _OF_OTHERS = {".zgroup", ".zmetadata", "zarr.json", "index"}
@@ -105,16 +105,16 @@ def machines_in(path: Location) -> list[Location]:
     try:
         if not path.is_local and any(entry.name in _OF_OTHERS for entry in path.entries()):
             return []  # each subfolder would cost a request
-        below = [
+        folders = [
             folder
             for entry in path.entries()
             if entry.kind == "folder" and ((folder := path / entry.name) / "metadata.json").kind() == "file"
         ]
-        if not below or len(below) > 100_000 or not all(_is_one(p) for p in below):
+        if not folders or len(folders) > 100_000 or not all(_is_machine_folder(p) for p in folders):
             return []
     except ActshardError:
         return []
-    return sorted(below, key=_natural)
+    return sorted(folders, key=_natural)
 
 
 def _natural(path: Location) -> list[tuple[int, str]]:
@@ -160,11 +160,11 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     shards: list[ListedShard] = []
     order: dict[int, None] = {}
     for folder, fields in zip(machines, metadata, strict=True):
-        own: list[Remark] = []
-        listed = shards_of(folder, fields, options, own)
-        _check_statistics(fields, listed, own)
-        warnings += [w.within(folder.name) for w in own] if len(machines) > 1 else own
-        shards += listed
+        remarks: list[Remark] = []
+        machine_shards = shards_of(folder, fields, options, remarks)
+        _check_statistics(fields, machine_shards, remarks)
+        warnings += [w.within(folder.name) for w in remarks] if len(machines) > 1 else remarks
+        shards += machine_shards
         extracted = _config(fields).get("layers_extracted")
         if isinstance(extracted, list):
             order |= dict.fromkeys(x for x in extracted if type(x) is int)
@@ -183,9 +183,9 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     )
     _check_unique(shards, rows)
     for folder, fields in zip(machines, metadata, strict=True):
-        own = []
-        _check_extraction(fields, [s for s in shards if s.path.parent == folder], rows.width, own)
-        warnings += [w.within(folder.name) for w in own] if len(machines) > 1 else own
+        remarks = []
+        _check_extraction(fields, [s for s in shards if s.path.parent == folder], rows.width, remarks)
+        warnings += [w.within(folder.name) for w in remarks] if len(machines) > 1 else remarks
     lacking = sum(1 for s in shards if len(s.layers) < len(layers))
     if lacking:
         warnings.append(
@@ -197,8 +197,8 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     first = metadata[0].value
     config = _config(metadata[0])
     compressed = [s for s in shards if s.compressed]
-    known = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
-    provenance = {key: config[key] for key in known if config.get(key) is not None}
+    provenance_fields = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
+    provenance = {key: config[key] for key in provenance_fields if config.get(key) is not None}
     if longest := [n for f in metadata if type(n := _config(f).get("max_seq_length")) is int]:
         provenance["max_seq_length"] = max(longest)
     provenance |= {key: first[key] for key in ("version", "created_at") if first.get(key) is not None}
@@ -221,10 +221,10 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
         token_counts=rows.token_counts,
         rows=rows,
         column_names=tuple(names),
-        columns=lambda wanted: _columns(path, rows, shards, wanted),
+        columns=lambda requested_names: _columns(path, rows, shards, requested_names),
         units=tuple(itertools.accumulate((s.samples for s in shards), initial=0)),
         unit_columns=lambda unit: _columns(path, rows, shards, names, [unit]),
-        head_columns=lambda wanted, n: _columns(path, rows, shards, wanted, _first_shards(shards, n)),
+        head_columns=lambda requested_names, n: _columns(path, rows, shards, requested_names, _first_shards(shards, n)),
         files=lambda: [s.path.place for s in shards],
         model=str(config["model_name"]) if config.get("model_name") else None,
         provenance=provenance,
@@ -254,21 +254,22 @@ def shards_of(
         warnings.append(
             Remark("version", f"version {version} is newer than actshard knows (1.0); fields may have other meanings")
         )
-    made: list[ListedShard] = []
+    listed_shards: list[ListedShard] = []
     names: set[str] = set()
     unchecked = 0
     for fields in metadata.items("shards"):
         with faults.noting(fields.path):
             shard = _shard_of(folder, metadata, fields, names, options)
             unchecked += options.checksums and shard.sha256 is None
-            made.append(shard)
+            listed_shards.append(shard)
     if unchecked:
         warnings.append(
             Remark(
-                "no-checksum", f"{unchecked} of {len(made)} shards have no SHA-256 checksum, so damage may go unnoticed"
+                "no-checksum",
+                f"{unchecked} of {len(listed_shards)} shards have no SHA-256 checksum, so damage may go unnoticed",
             )
         )
-    return made
+    return listed_shards
 
 
 def _shard_of(folder: Location, metadata: Fields, fields: Fields, names: set[str], options: Options) -> ListedShard:
@@ -300,9 +301,9 @@ def _checksum(fields: Fields) -> bytes | None:
     if not fields.has("checksum"):
         return None
     text = fields.text("checksum")
-    found = re.fullmatch(r"sha256:([0-9a-fA-F]{64})", text)
-    if found is not None:
-        return bytes.fromhex(found[1])
+    match = re.fullmatch(r"sha256:([0-9a-fA-F]{64})", text)
+    if match is not None:
+        return bytes.fromhex(match[1])
     if re.match(r"[a-z0-9]+:", text) and not text.startswith("sha256:"):
         return None  # another algorithm
     raise fields.error("checksum", '"sha256:" and 64 hexadecimal digits (checksums=False skips the check)')
@@ -342,11 +343,11 @@ def _check_statistics(metadata: Fields, shards: Sequence[ListedShard], warnings:
     statistics = metadata.value.get("statistics")
     if not isinstance(statistics, dict):
         return
-    for name, found in (("total_shards", len(shards)), ("total_samples", sum(s.samples for s in shards))):
+    for name, actual in (("total_shards", len(shards)), ("total_samples", sum(s.samples for s in shards))):
         claimed = statistics.get(name)
-        if claimed is not None and claimed != found:
+        if claimed is not None and claimed != actual:
             warnings.append(
-                Remark("claim", f"statistics.{name} is {show(claimed)}, but the listed shards give {found}")
+                Remark("claim", f"statistics.{name} is {show(claimed)}, but the listed shards give {actual}")
             )
 
 
@@ -355,8 +356,8 @@ def _check_extraction(metadata: Fields, shards: Sequence[ListedShard], width: in
     config = _config(metadata)
     extracted, present = config.get("layers_extracted"), {layer for shard in shards for layer in shard.layers}
     if extracted is not None and present:
-        named = [x for x in extracted if type(x) is int] if isinstance(extracted, list) else None
-        if named is None or len(named) != len(extracted) or len(set(named)) < len(named) or set(named) != present:
+        layers = [x for x in extracted if type(x) is int] if isinstance(extracted, list) else None
+        if layers is None or len(layers) != len(extracted) or len(set(layers)) < len(layers) or set(layers) != present:
             warnings.append(
                 Remark(
                     "claim",
@@ -384,7 +385,7 @@ def _check_unique(shards: Sequence[ListedShard], rows: Rows) -> None:
     for i, j in itertools.pairwise(dense):
         if shards[j].ids[0] <= shards[i].ids[1]:
             last = min(shards[i].ids[1], shards[j].ids[1])
-            raise _twice(shards, i, j, shards[j].ids[0], last - shards[j].ids[0] + 1)
+            raise _duplicate_error(shards, i, j, shards[j].ids[0], last - shards[j].ids[0] + 1)
     # Shards whose range overlaps the range of another shard.
     open_until, before, doubtful = -2, -1, set[int]()
     for i in placed:
@@ -399,30 +400,30 @@ def _check_unique(shards: Sequence[ListedShard], rows: Rows) -> None:
     ids = [np.sort(np.array(rows.samples(i), np.int64)) for i in sparse]
     firsts = np.array([shards[i].ids[0] for i in dense], np.int64)
     lasts = np.array([shards[i].ids[1] for i in dense], np.int64)
-    for i, own in zip(sparse, ids, strict=True):
+    for i, shard_ids in zip(sparse, ids, strict=True):
         if dense:
-            at = np.searchsorted(firsts, own, "right") - 1
-            inside = (at >= 0) & (own <= lasts[at])
-            if inside.any():
-                number = int(own[inside][0])
-                j = dense[int(at[inside][0])]
-                raise _twice(shards, i, j, number, int((inside & (at == at[inside][0])).sum()))
+            indices = np.searchsorted(firsts, shard_ids, "right") - 1
+            in_range = (indices >= 0) & (shard_ids <= lasts[indices])
+            if in_range.any():
+                number = int(shard_ids[in_range][0])
+                j = dense[int(indices[in_range][0])]
+                raise _duplicate_error(shards, i, j, number, int((in_range & (indices == indices[in_range][0])).sum()))
     every = np.concatenate(ids)
-    owner = np.repeat(np.array(sparse, np.int64), [len(own) for own in ids])
+    owner = np.repeat(np.array(sparse, np.int64), [len(shard_ids) for shard_ids in ids])
     order = np.argsort(every, kind="stable")
-    again = np.flatnonzero(every[order][1:] == every[order][:-1])
-    if again.size:
-        i, j = int(owner[order[again[0]]]), int(owner[order[again[0] + 1]])
-        both = np.intersect1d(ids[sparse.index(i)], ids[sparse.index(j)])
-        raise _twice(shards, i, j, int(both[0]), len(both))
+    repeats = np.flatnonzero(every[order][1:] == every[order][:-1])
+    if repeats.size:
+        i, j = int(owner[order[repeats[0]]]), int(owner[order[repeats[0] + 1]])
+        common_ids = np.intersect1d(ids[sparse.index(i)], ids[sparse.index(j)])
+        raise _duplicate_error(shards, i, j, int(common_ids[0]), len(common_ids))
 
 
-def _twice(shards: Sequence[ListedShard], i: int, j: int, number: int, how_many: int) -> FormatError:
-    one, other = sorted((shards[i].path, shards[j].path))
+def _duplicate_error(shards: Sequence[ListedShard], i: int, j: int, number: int, how_many: int) -> FormatError:
+    first_path, second_path = sorted((shards[i].path, shards[j].path))
     return FormatError(
-        f"sample_idx {number} is also in {other} ({how_many} numbers are in both); numbers must be unique across "
+        f"sample_idx {number} is also in {second_path} ({how_many} numbers are in both); numbers must be unique across "
         "shards and machines",
-        path=one,
+        path=first_path,
         code="duplicate-sample",
     )
 
@@ -438,13 +439,15 @@ def _metadata(value: Any) -> dict[str, Any]:
         return {}
     if not isinstance(value, dict):
         return {"metadata": plain(value)}
-    named = ((k if isinstance(k, str) else str(k), v) for k, v in value.items())
-    return {(f"metadata.{k}" if k in OWN_COLUMNS else k): plain(v) for k, v in named}
+    pairs = ((k if isinstance(k, str) else str(k), v) for k, v in value.items())
+    return {(f"metadata.{k}" if k in OWN_COLUMNS else k): plain(v) for k, v in pairs}
 
 
-def _few(names: set[str]) -> str:
-    some = sorted(names)
-    return ", ".join(name[:60] for name in some[:20]) + (f" and {len(some) - 20} more" if len(some) > 20 else "")
+def _shorten_names(names: set[str]) -> str:
+    sorted_names = sorted(names)
+    return ", ".join(name[:60] for name in sorted_names[:20]) + (
+        f" and {len(sorted_names) - 20} more" if len(sorted_names) > 20 else ""
+    )
 
 
 def _first_shards(shards: Sequence[ListedShard], examples: int) -> list[int]:
@@ -456,28 +459,28 @@ def _first_shards(shards: Sequence[ListedShard], examples: int) -> list[int]:
 def _columns(
     path: Location, rows: Rows, shards: Sequence[ListedShard], names: Sequence[str], only: Sequence[int] | None = None
 ) -> pa.Table:
-    asked = set(names)
+    requested_names = set(names)
     parts: list[tuple[dict[str, list[Any]], int]] = []
-    found = set(OWN_COLUMNS)
-    every = asked >= found
+    column_names = set(OWN_COLUMNS)
+    every = requested_names >= column_names
     for i in range(len(shards)) if only is None else only:
         records = rows.records(i) if shards[i].samples else []
         columns: dict[str, list[Any]] = {}
         for name, values in zip(OWN_COLUMNS, zip(*(r[:4] for r in records), strict=True), strict=False):
-            if name in asked:
+            if name in requested_names:
                 columns[name] = list(values)
-        for at, metadata in enumerate(_metadata(r[4]) for r in records):
+        for index, metadata in enumerate(_metadata(r[4]) for r in records):
             for name, value in metadata.items():
-                found.add(name)
-                if len(found) > MOST_COLUMNS:
+                column_names.add(name)
+                if len(column_names) > MOST_COLUMNS:
                     raise FormatError(
                         f"expected at most {MOST_COLUMNS} different fields in the metadata of samples, found more",
                         path=shards[i].path,
                     )
-                if every or name in asked:
-                    columns.setdefault(name, [None] * len(records))[at] = value
+                if every or name in requested_names:
+                    columns.setdefault(name, [None] * len(records))[index] = value
         parts.append((columns, len(records)))
-    unknown = [name for name in names if name not in found]
+    unknown = [name for name in names if name not in column_names]
     if unknown and only is None:
-        raise NotStoredError(f"has no column {unknown[0]!r}; columns are {_few(found)}", path=path)
+        raise NotStoredError(f"has no column {unknown[0]!r}; columns are {_shorten_names(column_names)}", path=path)
     return table_of(names, parts)

@@ -60,7 +60,7 @@ class PickleTarget(Target):
     """Writes ``shard_0001.pkl.gz`` ..., then ``metadata.json``. One block is one shard."""
 
     format: ClassVar[str] = "pickle"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "compress": "whether to compress shards with gzip (default: True)",
         "level": "gzip level, 1 to 9 (default: 1)",
         "machine_id": "number of this machine in a distributed extraction (default: the part's number)",
@@ -110,9 +110,9 @@ class PickleTarget(Target):
         only(dtype, ("F16", "F64", "F32"), "pickle", "")
 
     def config(self) -> dict[str, Any]:
-        own = {"compress": self.compress, "level": self.level, "shard_bytes": self.block_bytes}
+        options = {"compress": self.compress, "level": self.level, "shard_bytes": self.block_bytes}
         machine = {"machine": [self.machine, self.machines], "base": self.base, "per_machine": self.per_machine}
-        return {**super().config(), **own, **machine, "created": self.created}
+        return {**super().config(), **options, **machine, "created": self.created}
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
@@ -127,8 +127,8 @@ class PickleTarget(Target):
         name = "sample_idx"
         if name in schema.names and not pa.types.is_integer(schema.field(name).type):
             raise ArgumentError(f"{name}: expected a unique integer for every example, found {schema.field(name).type}")
-        if taken := [name for name in _MADE if name in schema.names]:
-            raise ArgumentError(f"columns: {taken[0]!r} is reserved in pickle shards; rename the column")
+        if conflicts := [name for name in _MADE if name in schema.names]:
+            raise ArgumentError(f"columns: {conflicts[0]!r} is reserved in pickle shards; rename the column")
         text = next((name for name in TEXTS if name in schema.names), None)
         if text is None:
             return
@@ -169,8 +169,8 @@ class PickleTarget(Target):
     def forget(self, lengths: NDArray[np.int64]) -> None:
         counted = {shard["filename"] for shard in self.shards}
         for path in self.root.glob("*shard_*"):
-            named = _SHARD.fullmatch(path.name)
-            if named is not None and named[1] not in counted:
+            match = _SHARD.fullmatch(path.name)
+            if match is not None and match[1] not in counted:
                 path.unlink()
 
     def states_at(
@@ -255,17 +255,17 @@ class PickleTarget(Target):
     def finish(self, examples: AllExamples) -> None:
         n = len(examples)
         longest = int(examples.lengths.max(initial=0))
-        given = dict(self.spec.metadata)
+        metadata = dict(self.spec.metadata)
         hidden = {"hidden_size": self.spec.d_model}
-        params = given.get("model_params")
+        params = metadata.get("model_params")
         config = {
             "model_name": "unknown",
             "model_architecture": "unknown",
-            **{k: given.pop(k) for k in _NAMED if k in given},
+            **{k: metadata.pop(k) for k in _NAMED if k in metadata},
             "model_params": {**(params if isinstance(params, dict) else {}), **hidden},
             "layers_extracted": list(self.spec.layers),
             "max_seq_length": max(longest, 1),
-            **given,
+            **metadata,
         }
         seconds = None if self.began is None else time.monotonic() - self.began
         listing = shard_listing(self.shards, n, config, self.created, self.machine, self.machines, seconds)

@@ -17,8 +17,8 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         return
     report.count("files", len(dump.shards))
     report.count("bytes", dump.bytes)
-    listed = {shard for shard, _ in dump.shards}
+    listed_paths = {shard for shard, _ in dump.shards}
     for entry in root.entries() if root.lists else ():
-        if re.fullmatch(r"acts\d+\.bin.*", entry.name) and root / entry.name not in listed:
+        if re.fullmatch(r"acts\d+\.bin.*", entry.name) and root / entry.name not in listed_paths:
             text = f"a shard that shards.json does not list (it lists {len(dump.shards)})"
             report.add("unlisted-file", root / entry.name, text)

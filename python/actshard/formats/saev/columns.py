@@ -36,18 +36,18 @@ class SaevCarrying(Carrying):
         def first(names: Sequence[str]) -> Any:
             return next((metadata[n] for n in names if n in metadata), None)
 
-        given = {
+        kept_metadata = {
             "family": first(FAMILY),
             "ckpt": first(CHECKPOINT),
             "data": metadata.get("data"),
             "dataset": metadata.get("dataset"),
             "pixel_agg": metadata.get("pixel_agg"),
         }
-        own: dict[str, Any] = {"cls_token": bool(metadata.get("cls_token", "layers" not in metadata))}
+        options: dict[str, Any] = {"cls_token": bool(metadata.get("cls_token", "layers" not in metadata))}
         budget = first(BUDGET)
         if isinstance(budget, int) and first(D_MODEL):
-            own["max_tokens_per_shard"] = budget
-        return {k: v for k, v in given.items() if v is not None}, own
+            options["max_tokens_per_shard"] = budget
+        return {k: v for k, v in kept_metadata.items() if v is not None}, options
 
     def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         text = json.dumps({ORIGIN: origin}, separators=(",", ":"), ensure_ascii=False, default=str)

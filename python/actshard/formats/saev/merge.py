@@ -35,10 +35,10 @@ class _Dump:
     def of(cls, path: Path) -> _Dump:
         fields = Fields(read_json(path / "metadata.json"), path / "metadata.json")
         # Same rules as saev's reader: older metadata have n_layers, the number of last layers, and imply a CLS token.
-        listed = "layers" in fields.value
-        layers = len(fields.integers("layers")) if listed else fields.integer("n_layers")
+        has_layers = "layers" in fields.value
+        layers = len(fields.integers("layers")) if has_layers else fields.integer("n_layers")
         content = fields.integer(*CONTENT_TOKENS)
-        special = fields.boolean("cls_token") if listed or "cls_token" in fields.value else True
+        special = fields.boolean("cls_token") if has_layers or "cls_token" in fields.value else True
         return cls(fields, layers, content + special, content)
 
     @property
@@ -63,9 +63,9 @@ def _place(plan: Merge, dumps: Sequence[_Dump]) -> tuple[Path, dict[str, Any]]:
 
 
 def _check(plan: Merge) -> None:
-    place, _ = _place(plan, [_Dump.of(p) for p in plan.parts])
-    if place.exists():
-        raise ExistsError("the merged dataset exists already; remove it or the parts", path=place)
+    target, _ = _place(plan, [_Dump.of(p) for p in plan.parts])
+    if target.exists():
+        raise ExistsError("the merged dataset exists already; remove it or the parts", path=target)
     for path in plan.parts:
         files = open_dump(Location.at(path), Options.of(path)).files()
         odd = next((f for i, f in enumerate(files) if f.name != f"acts{i:06}.bin"), None)
@@ -101,19 +101,19 @@ class _Shards:
     def pieces(self, shard: int) -> list[tuple[Path, int, int, int]]:
         """The pieces of source shards that form a shard: (file, first example, examples, first example in the shard)."""
         a, b = shard * self.eps, min(self.n, (shard + 1) * self.eps)
-        made = []
+        pieces = []
         for p, begin in enumerate(self.starts[:-1]):
             lo, hi = max(a, begin), min(b, self.starts[p + 1])
             while lo < hi:
                 number, row = divmod(lo - begin, self.each[p])
                 rows = min(hi - lo, self.each[p] - row)
-                made.append((self.plan.parts[p] / f"acts{number:06}.bin", row, rows, lo - a))
+                pieces.append((self.plan.parts[p] / f"acts{number:06}.bin", row, rows, lo - a))
                 lo += rows
-        return made
+        return pieces
 
     def divided(self) -> tuple[list[Assembled], list[tuple[Path, Path]]]:
         """Shards that are copied from pieces, and source shards that are used unchanged."""
-        copied, taken = [], []
+        copied, moves = [], []
         for shard in range(-(-self.n // self.eps)):
             name = f"{_WORK}/acts{shard:06}.bin"
             count = min(self.n - shard * self.eps, self.eps)
@@ -121,11 +121,13 @@ class _Shards:
             source, row, rows, _ = pieces[0]
             size = (self.eps if self.full else count) * self.bytes
             if row == 0 and rows == count and _size(source) == size:
-                taken.append((source, self.plan.path / name))
+                moves.append((source, self.plan.path / name))
                 continue
-            stretches = tuple((file, a * self.bytes, k * self.bytes, at * self.bytes) for file, a, k, at in pieces)
+            stretches = tuple(
+                (file, a * self.bytes, k * self.bytes, target_row * self.bytes) for file, a, k, target_row in pieces
+            )
             copied.append(Assembled(name, stretches, size))
-        return copied, taken
+        return copied, moves
 
     def listing(self) -> list[dict[str, Any]]:
         """Contents of shards.json."""
@@ -187,8 +189,8 @@ class SaevMerger(Merger):
             "data": contents.metadata.get("data") if SaevCarrying().origin(contents.metadata) is None else None,
         }
 
-    def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
-        return whole[1:]
+    def predicted(self, parts: Sequence[tuple[int, int, int]], total: tuple[int, int, int]) -> tuple[int, int]:
+        return total[1:]
 
     def check(self, plan: Merge) -> None:
         _check(plan)
@@ -206,9 +208,9 @@ class SaevMerger(Merger):
     def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
         shards = _Shards(plan)
         lengths = any((part / LENGTHS).exists() for part in plan.parts)
-        listed = len(as_json(shards.listing())) + len(as_json(shards.metadata))
+        metadata_bytes = len(as_json(shards.listing())) + len(as_json(shards.metadata))
         names = ["shards.json", "metadata.json", *[LENGTHS] * lengths]
-        return names, listed + lengths * 4 * shards.n, True
+        return names, metadata_bytes + lengths * 4 * shards.n, True
 
     def run(self, plan: Merge) -> Path:
         shards = _Shards(plan)

@@ -77,8 +77,12 @@ def detect(path: Location) -> Evidence:
     value = read_json(metadata)
     if not isinstance(value, dict):
         return Evidence(False, looked_for, "a metadata.json that is not an object", near=True)
-    asked = {"layers": ("layers", "n_layers"), "d_model": D_MODEL, "content_tokens_per_example": CONTENT_TOKENS}
-    missing = [name for name, names in asked.items() if not any(n in value for n in names)]
+    required_fields = {
+        "layers": ("layers", "n_layers"),
+        "d_model": D_MODEL,
+        "content_tokens_per_example": CONTENT_TOKENS,
+    }
+    missing = [name for name, names in required_fields.items() if not any(n in value for n in names)]
     if missing:
         return Evidence(False, looked_for, f"a metadata.json without {' and '.join(missing)}", near=True)
     return Evidence(True, looked_for, "a metadata.json with saev's fields")
@@ -93,7 +97,7 @@ class DumpMetadata:
         tell: called while the sizes of shards are checked.
     """
 
-    def __init__(self, path: Location, faults: Faults = RAISE, tell: Tell = lambda what, done, total: None) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE, tell: Tell = lambda what, count, total: None) -> None:
         self.path = path
         self.faults = faults
         self.fields = fields = Fields(read_json(path / "metadata.json"), path / "metadata.json", faults=faults)
@@ -226,7 +230,7 @@ def open(path: Location, options: Options) -> Contents:
         descr=np.dtype(np.float32),
         io=options.io,
     )
-    known = ("protocol", "dataset", "pixel_agg", "data")
+    provenance_fields = ("protocol", "dataset", "pixel_agg", "data")
     return Contents(
         format="saev",
         path=path.place,
@@ -243,7 +247,7 @@ def open(path: Location, options: Options) -> Contents:
         columns=lambda names: _columns(path, n, names, [shard for shard, _ in shards]),
         files=lambda: [shard.place for shard, _ in dump.shards],
         model=dump.model or None,
-        provenance={key: metadata[key] for key in known if metadata.get(key) is not None},
+        provenance={key: metadata[key] for key in provenance_fields if metadata.get(key) is not None},
         extras=extras,
         special_tokens=int(dump.cls),
         warnings=tuple(dump.warnings),
@@ -330,24 +334,24 @@ def _listed_name(fields: Fields, path: Location, index: int, warnings: list[Rema
 
 def _size_of_shard(shard: Location, count: int, eps: int, example_bytes: int, *, is_last: bool) -> int:
     need, full = count * example_bytes, eps * example_bytes
-    found = shard.stat()
-    if found.kind != "file":
-        what = "a folder" if found.kind == "folder" else "a special file"
+    stat = shard.stat()
+    if stat.kind != "file":
+        what = "a folder" if stat.kind == "folder" else "a special file"
         raise NotAFileError(f"expected a regular file, found {what}", path=shard)
-    if found.size == 0:
+    if stat.size == 0:
         raise TruncatedFileError(f"expected {need} bytes, found an empty file", path=shard, offset=0, code="empty-file")
-    if found.size < need:
+    if stat.size < need:
         text = f"expected {'at least ' if is_last else ''}{need} bytes ({count} examples of {example_bytes})"
-        raise TruncatedFileError(f"{text}, found {found.size}", path=shard, offset=found.size)
-    if found.size > full:
+        raise TruncatedFileError(f"{text}, found {stat.size}", path=shard, offset=stat.size)
+    if stat.size > full:
         raise FormatError(
-            f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {found.size}: "
+            f"expected at most {full} bytes ({eps} examples of {example_bytes}), found {stat.size}: "
             "the metadata do not match the shards",
             path=shard,
             offset=full,
             code="too-long",
         )
-    return found.size
+    return stat.size
 
 
 def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]) -> None:
@@ -405,18 +409,18 @@ def _whole(path: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDAr
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if not path.exists():
         return None
-    found = path.regular("read").size
-    if found != size:
-        kind = TruncatedFileError if found < size else FormatError
+    stored_size = path.regular("read").size
+    if stored_size != size:
+        kind = TruncatedFileError if stored_size < size else FormatError
         product = " x ".join(map(str, (*shape, *([dtype.itemsize] if dtype.itemsize > 1 else []))))
-        raise kind(f"expected {product} = {size} bytes, found {found}", path=path, offset=min(found, size))
+        raise kind(f"expected {product} = {size} bytes, found {stored_size}", path=path, offset=min(stored_size, size))
     _check_sparse(size, [path], path)
     try:
-        made = np.empty(size, np.uint8)
+        buffer = np.empty(size, np.uint8)
     except MemoryError as error:
         raise FileAccessError(f"not enough memory to read {size} bytes", path=path) from error
-    path.fill([(0, made.data)])
-    return made.view(dtype).reshape(shape)
+    path.fill([(0, buffer.data)])
+    return buffer.view(dtype).reshape(shape)
 
 
 def _check_sparse(claimed: int, files: Sequence[Location], path: Location) -> None:

@@ -39,7 +39,7 @@ class SaevTarget(Target):
     """Writes ``<path>/<HASH>/``. The folder is ``.writing-*`` until HASH, which depends on the number of examples, is known."""
 
     format: ClassVar[str] = "saev"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "protocol": '"2.1" (default) or "2.0"',
         "cls_token": "whether token 0 of every example is CLS (default: False)",
         "max_tokens_per_shard": f"token vectors per shard, over all layers (default: {BUDGET:,}, or by shard_bytes=)",
@@ -72,29 +72,29 @@ class SaevTarget(Target):
 
     def _key(self) -> str:
         """Identifies the configuration before HASH is known, by everything but the number of examples."""
-        asked = {**self.config(), "tokens": None, "dtype": None}
-        return hashes({"asked": json.dumps(asked, sort_keys=True, default=str)})[0]
+        config = {**self.config(), "tokens": None, "dtype": None}
+        return hashes({"asked": json.dumps(config, sort_keys=True, default=str)})[0]
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         if dtype != np.float32:
             raise DtypeError(f"saev supports float32, not {dtype}; pass dtype='float32' to create() to convert")
 
-    def take_dtype(self, found: np.dtype[Any]) -> np.dtype[Any]:
+    def take_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         if self.spec.dtype is None:
-            self.check_dtype(found)
+            self.check_dtype(dtype)
         return np.dtype(np.float32)
 
-    def take_tokens(self, found: int) -> None:
+    def take_tokens(self, tokens: int) -> None:
         if self._tokens is None:
-            self._tokens = found
+            self._tokens = tokens
         if self._tokens <= int(self.cls):
             raise ArgumentError(f"expected at least one content token per example, found {self._tokens - self.cls}")
 
     @classmethod
     def conversion_options(
-        cls, own: Mapping[str, Any], asked: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
+        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
     ) -> dict[str, Any]:
-        return {**own, **({} if tokens == "all" else {"cls_token": False}), **asked}
+        return {**source_options, **({} if tokens == "all" else {"cls_token": False}), **user_options}
 
     @property
     def special_tokens(self) -> int:
@@ -132,8 +132,8 @@ class SaevTarget(Target):
 
         saev's shards are always full-size, so its default budget would create a file of gigabytes for a few examples.
         """
-        asked = self._budget is not None or self.spec.shard_bytes is not None or self.spec.part is not None
-        return self.budget if asked else min(self.budget, n * self.per_example)
+        has_budget = self._budget is not None or self.spec.shard_bytes is not None or self.spec.part is not None
+        return self.budget if has_budget else min(self.budget, n * self.per_example)
 
     @property
     def eps(self) -> int:
@@ -163,23 +163,23 @@ class SaevTarget(Target):
     def metadata(self, n: int) -> dict[str, Any]:
         """Contents of metadata.json for n examples. HASH depends on the order of the fields."""
         assert self._tokens is not None
-        given = self.spec.metadata
-        family = {"family": given.get("family", "fake-clip"), "ckpt": given.get("ckpt", "unknown")}
-        content, data = self._tokens - self.cls, given.get("data", "")
+        metadata = self.spec.metadata
+        family = {"family": metadata.get("family", "fake-clip"), "ckpt": metadata.get("ckpt", "unknown")}
+        content, data = self._tokens - self.cls, metadata.get("data", "")
         common = {"cls_token": self.cls, "d_model": self.spec.d_model}
         end = {"dtype": "float32", "protocol": self.protocol}
-        dataset = given.get("dataset", "unknown")
+        dataset = metadata.get("dataset", "unknown")
         layers = list(self.spec.layers)
         if self.protocol == "2.0":
             sizes = {"n_ex": n, "patches_per_shard": self.budget_of(n)}
-            pixel = {"pixel_agg": given["pixel_agg"]} if "pixel_agg" in given else {}
+            pixel = {"pixel_agg": metadata["pixel_agg"]} if "pixel_agg" in metadata else {}
             head = {**family, "layers": layers, "patches_per_ex": content, **common, **sizes}
             return {**head, "data": data or {}, "dataset": dataset, **pixel, **end}
         sizes = {"n_examples": n, "max_tokens_per_shard": self.budget_of(n)}
         # 2.1 requires a string; an object of an older protocol is stored as JSON text.
         text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"), ensure_ascii=False)
         head = {**family, "layers": layers, "content_tokens_per_example": content, **common, **sizes}
-        return {**head, "data": text, "dataset": dataset, "pixel_agg": given.get("pixel_agg") or "majority", **end}
+        return {**head, "data": text, "dataset": dataset, "pixel_agg": metadata.get("pixel_agg") or "majority", **end}
 
     def hash(self, n: int) -> str:
         """The folder's name: a hash of the metadata."""
@@ -189,51 +189,53 @@ class SaevTarget(Target):
         n = n if n is not None else self.spec.num_examples
         if n is None or self._tokens is None:
             return None
-        place = self.spec.path / self.hash(n)
-        if not place.exists():
+        path = self.spec.path / self.hash(n)
+        if not path.exists():
             return None
-        listed = read_json(place / "metadata.json")
-        if not isinstance(listed, dict) or place.name not in hashes(listed):
-            digest = hashes(listed)[0] if isinstance(listed, dict) else "of a non-object"
+        metadata = read_json(path / "metadata.json")
+        if not isinstance(metadata, dict) or path.name not in hashes(metadata):
+            digest = hashes(metadata)[0] if isinstance(metadata, dict) else "of a non-object"
             raise FormatError(
                 f"expected metadata whose hash is the folder's name, found hash {digest}: the folder was renamed or changed; "
                 "move it away",
-                path=place,
+                path=path,
             )
-        shards = read_json(place / "shards.json") if (place / "shards.json").exists() else []
+        shards = read_json(path / "shards.json") if (path / "shards.json").exists() else []
         counts = [s.get("n_examples", s.get("n_ex")) for s in shards if isinstance(s, dict)]
         if sum(c for c in counts if type(c) is int) != n:
             raise UnfinishedError(
                 f"expected {n} examples in shards.json, found {counts}: the writer of another program was interrupted; "
                 "move the folder away",
-                path=place,
+                path=path,
             )
-        return place
+        return path
 
     def alike(self) -> Path | None:
         if not self.spec.path.is_dir() or self.spec.num_examples is not None:
             return None
         name = "n_ex" if self.protocol == "2.0" else "n_examples"
-        found = []
+        folders = []
         for path in sorted(self.spec.path.glob("*/metadata.json")):
-            listed = read_json(path)
-            n = listed.get(name) if isinstance(listed, dict) else None
-            content = listed.get("content_tokens_per_example", listed.get("patches_per_ex")) if type(n) is int else None
+            metadata = read_json(path)
+            n = metadata.get(name) if isinstance(metadata, dict) else None
+            content = (
+                metadata.get("content_tokens_per_example", metadata.get("patches_per_ex")) if type(n) is int else None
+            )
             if type(n) is not int or type(content) is not int:
                 continue
             tokens, self._tokens = self._tokens, self._tokens or content + self.cls
-            same = self.metadata(n) == listed
+            same = self.metadata(n) == metadata
             self._tokens = tokens
-            if same and path.parent.name in hashes(listed):
-                found.append(path.parent)
-        return found[0] if len(found) == 1 else None
+            if same and path.parent.name in hashes(metadata):
+                folders.append(path.parent)
+        return folders[0] if len(folders) == 1 else None
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def _shard(self, index: int) -> Path:
         """Path of a shard: its final name if it is complete, else its temporary name."""
-        whole = self.root / f"acts{index:06}.bin"
-        return whole if whole.exists() else whole.with_name(whole.name + _PART)
+        path = self.root / f"acts{index:06}.bin"
+        return path if path.exists() else path.with_name(path.name + _PART)
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
@@ -250,8 +252,8 @@ class SaevTarget(Target):
                 os.truncate(path, size)
         for path in self.root.glob("acts*.bin*"):
             # Includes complete shards: they are renamed before the journal counts their examples.
-            named = _SHARD.fullmatch(path.name)
-            if named is not None and int(named[1]) * self.eps >= n:
+            match = _SHARD.fullmatch(path.name)
+            if match is not None and int(match[1]) * self.eps >= n:
                 path.unlink()
 
     def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -260,8 +262,8 @@ class SaevTarget(Target):
     def check_columns(self, schema: pa.Schema) -> None:
         import pyarrow as pa
 
-        if other := [name for name in schema.names if name != PATCH_LABELS]:
-            raise NotStoredError(f"saev stores no columns, only labels=; found {other[0]!r}")
+        if extra_columns := [name for name in schema.names if name != PATCH_LABELS]:
+            raise NotStoredError(f"saev stores no columns, only labels=; found {extra_columns[0]!r}")
         for field in schema:
             if not pa.types.is_fixed_size_list(field.type) or not pa.types.is_uint8(field.type.value_type):
                 raise ArgumentError(f"labels: expected (batch, content tokens) uint8, found {field.type}")
@@ -303,8 +305,8 @@ class SaevTarget(Target):
 
     def _labels(self, block: Block) -> NDArray[np.uint8] | None:
         names = [] if block.columns is None else block.columns.column_names
-        if other := [name for name in names if name != PATCH_LABELS]:
-            raise NotStoredError(f"saev stores no columns, only labels=; found {other[0]!r}")
+        if extra_columns := [name for name in names if name != PATCH_LABELS]:
+            raise NotStoredError(f"saev stores no columns, only labels=; found {extra_columns[0]!r}")
         has = bool(names)
         if self.has_labels is None:
             self.has_labels = has
@@ -367,7 +369,7 @@ class SaevTarget(Target):
     def place(self) -> Path:
         return self.spec.path / self.hash(self.n)
 
-    def difference(self, place: Path) -> str | None:
+    def difference(self, path: Path) -> str | None:
         assert self._tokens is not None
         shards = range(-(-self.n // self.eps))
         files = [
@@ -376,12 +378,12 @@ class SaevTarget(Target):
         ]
         if self.has_labels:
             files.append((self.root / "labels.bin", "labels.bin", self.n * (self._tokens - self.cls)))
-        elif (place / "labels.bin").exists():
+        elif (path / "labels.bin").exists():
             return "labels.bin, which only the finished dump has"
         for file, name, size in files:
-            at = first_difference(file, place / name, size)
-            if at is not None:
-                return f"{name} from byte {at}"
+            offset = first_difference(file, path / name, size)
+            if offset is not None:
+                return f"{name} from byte {offset}"
         return None
 
 

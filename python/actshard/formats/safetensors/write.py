@@ -25,14 +25,16 @@ class SafetensorsTarget(PlainTarget):
     def header(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
         """A header with room for any shape, filled with spaces."""
         name = "I64" if dtype.kind == "i" else name_of(dtype)
-        made, largest = (
-            json.dumps({key: {"dtype": name, "shape": list(of), "data_offsets": [0, end]}}, separators=(",", ":"))
-            for of, end in (
+        header, largest = (
+            json.dumps(
+                {key: {"dtype": name, "shape": list(header_shape), "data_offsets": [0, end]}}, separators=(",", ":")
+            )
+            for header_shape, end in (
                 (shape, int(np.prod(shape, dtype=object)) * dtype.itemsize),
                 ((*LARGEST, *shape[-1:]), 10**18),
             )
         )
-        text = made.encode().ljust(-(-len(largest) // 64) * 64 + 56)
+        text = header.encode().ljust(-(-len(largest) // 64) * 64 + 56)
         return len(text).to_bytes(8, "little") + text
 
     def more_lines(self, key: str) -> list[str]:

@@ -27,7 +27,7 @@ FOLDER = DraftFolder(
         DraftTree((_GROUP, _FILE), order=(2,), example=(2,), sure=True, span=(0, 1)),
         DraftTree((_FILE,), order=(0,), example=(0,)),
     ),
-    others=("vocab_mapping/vocab_mapping.pt",),
+    extra_files=("vocab_mapping/vocab_mapping.pt",),
     skips="SpecForge does not write examples with NaN values",
 )
 detect, open, check = FOLDER.detect, FOLDER.open, FOLDER.check

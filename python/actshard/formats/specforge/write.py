@@ -25,7 +25,7 @@ class SpecForgeTarget(DraftTarget):
     """Writes ``rows_0-2000/data_0.ckpt``, ``rows_0-2000/data_1.ckpt``, ..."""
 
     format: ClassVar[str] = "specforge"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "kind": '"eagle3" (default), "dspark", or "dflash" (default without a last hidden state)',
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "file_group_size": f"files per folder (default: {_GROUP})",

@@ -44,19 +44,19 @@ def check(root: Location, report: Report, tell: Tell) -> None:
             counted["seq_len"] = table["seq_len"].to_numpy()
         for name, counts in counted.items():
             for row in np.flatnonzero(counts != lengths)[:_SHOWN].tolist():
-                place = f"row {row}, column '{name}'"
-                report.add("count-claim", root, int(counts[row]), f"{lengths[row]}, the number of token ids", place)
+                position = f"row {row}, column '{name}'"
+                report.add("count-claim", root, int(counts[row]), f"{lengths[row]}, the number of token ids", position)
         for name in ("input_ids", *(["loss_mask"] if "loss_mask" in table.column_names else [])):
             ends, values = lists_of(table, name, root)
             wrong, expected, code = wrong_values(name, values)
             rows = np.searchsorted(ends, wrong, side="right") - 1
-            for row, at in list(dict(zip(rows[::-1].tolist(), wrong[::-1].tolist(), strict=True)).items())[:_SHOWN]:
-                report.add(code, root, int(values[at]), expected, f"row {row}, {name}, token {at - ends[row]}")
+            for row, index in list(dict(zip(rows[::-1].tolist(), wrong[::-1].tolist(), strict=True)).items())[:_SHOWN]:
+                report.add(code, root, int(values[index]), expected, f"row {row}, {name}, token {index - ends[row]}")
         for number, entry in enumerate(root.joinpath(FOLDER).entries("hs_*.safetensors")):
             tell("files", number, len(table))
             report.count("files")
-            named = _STATES.fullmatch(entry.name)
-            if named is None or int(named[1]) >= len(table):
+            match = _STATES.fullmatch(entry.name)
+            if match is None or int(match[1]) >= len(table):
                 report.add("unlisted-file", root / FOLDER / entry.name, f"a file for none of the {len(table)} rows")
             _scales(root / FOLDER / entry.name, report)
 
@@ -65,23 +65,27 @@ def _scales(path: Location, report: Report) -> None:
     """Checks the scales of a file, if it has any, and its first codes. Opening reports files that are not usable."""
     with contextlib.suppress(ActshardError):
         tensors, _, data = _native.safetensors_header(path)
-        found = {name: (dtype, tuple(shape), data + begin) for name, dtype, shape, begin, _ in tensors}
-        if SCALES not in found or found[SCALES][0] != "F32" or found.get(STATES, ("", (), 0))[0] not in SCALED:
+        tensors_by_name = {name: (dtype, tuple(shape), data + begin) for name, dtype, shape, begin, _ in tensors}
+        if (
+            SCALES not in tensors_by_name
+            or tensors_by_name[SCALES][0] != "F32"
+            or tensors_by_name.get(STATES, ("", (), 0))[0] not in SCALED
+        ):
             return
-        (_, ones, at), (dtype, shape, first) = found[SCALES], found[STATES]
-        scales = np.frombuffer(path.read(at, 4 * math.prod(ones)), "<f4")
+        (_, ones, scales_offset), (dtype, shape, first) = tensors_by_name[SCALES], tensors_by_name[STATES]
+        scales = np.frombuffer(path.read(scales_offset, 4 * math.prod(ones)), "<f4")
         bad = np.flatnonzero(~(np.isfinite(scales) & (scales > 0)))
         if bad.size:
             message = f"{bad.size:,} of {scales.size:,} scales are not positive finite numbers"
             report.add("scale-value", path, f"{message}; the first is {scales[bad[0]]}", place=f"scale {bad[0]}")
         size = math.prod(shape)
-        some = np.frombuffer(path.read(first, min(size, _CODES)), np.uint8)
+        codes = np.frombuffer(path.read(first, min(size, _CODES)), np.uint8)
         # A scale is computed from its largest value, so each scale has at least one code of the largest magnitude.
-        expected = 1 + scales.size * some.size // max(size, 1)
-        largest = int(_largest(dtype, some).sum())
-        if largest > max(_MANY * some.size, 4 * expected):
+        expected = 1 + scales.size * codes.size // max(size, 1)
+        largest = int(_largest(dtype, codes).sum())
+        if largest > max(_MANY * codes.size, 4 * expected):
             report.add(
-                "saturated-codes", path, f"{largest:,} of the first {some.size:,} codes have the largest magnitude"
+                "saturated-codes", path, f"{largest:,} of the first {codes.size:,} codes have the largest magnitude"
             )
 
 

@@ -49,7 +49,7 @@ def data_files(root: Location) -> list[Location]:
         raise UnsupportedError(
             "field '_indices_files': expected none; save the dataset again with save_to_disk", path=path
         )
-    made = []
+    paths = []
     for item in fields.items("_data_files"):
         name = item.text("filename")
         if not name or "/" in name or "\\" in name or "\0" in name or name in (".", ".."):
@@ -58,8 +58,8 @@ def data_files(root: Location) -> list[Location]:
                 path=path,
                 code="metadata",
             )
-        made.append(root / name)
-    return made
+        paths.append(root / name)
+    return paths
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,19 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
         MissingFileError, HeaderError, FormatError, UnsupportedError: the file has no usable states of this row.
     """
     tensors, _, data = _native.safetensors_header(path)
-    found = {name: (dtype, tuple(shape), data + begin) for name, dtype, shape, begin, _ in tensors}
+    tensors_by_name = {name: (dtype, tuple(shape), data + begin) for name, dtype, shape, begin, _ in tensors}
     for name, axes in ((STATES, 3), (IDS, 1)):
-        if name not in found or len(found[name][1]) != axes:
-            shape = f"{list(found[name][1])}" if name in found else "nothing"
+        if name not in tensors_by_name or len(tensors_by_name[name][1]) != axes:
+            shape = f"{list(tensors_by_name[name][1])}" if name in tensors_by_name else "nothing"
             raise FormatError(f"tensor '{name}': expected {axes} axes, found {shape}", path=path)
-    dtype, (tokens, layers, width), start = found[STATES]
+    dtype, (tokens, layers, width), start = tensors_by_name[STATES]
     scaled = None
     if dtype in SCALED:
-        scaled = _scaled(path, dtype, found)
+        scaled = _scaled(path, dtype, tensors_by_name)
         dtype, start = "BF16", 0
     if dtype not in FLOATS or not layers or not width:
         raise FormatError(f"tensor '{STATES}': expected floats, found {dtype} {[tokens, layers, width]}", path=path)
-    kind, (count,), ids_start = found[IDS]
+    kind, (count,), ids_start = tensors_by_name[IDS]
     if kind not in ("I64", "I32"):
         raise FormatError(f"tensor '{IDS}': expected I64, found {kind}", path=path)
     if count != tokens:
@@ -115,10 +115,10 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
         )
         if len(ids) != count or (stored_ids != ids).any():
             n = min(len(ids), count)
-            at = next(iter(np.flatnonzero(stored_ids[:n] != ids[:n])), n)
+            position = next(iter(np.flatnonzero(stored_ids[:n] != ids[:n])), n)
             raise FormatError(
-                f"tensor '{IDS}': expected the {len(ids)} token ids of the row, found {count} that differ at position {at}: these "
-                "are the states of another row",
+                f"tensor '{IDS}': expected the {len(ids)} token ids of the row, found {count} that differ at position {position}: "
+                "these are the states of another row",
                 path=path,
             )
     elif kind != "I64":
@@ -127,22 +127,24 @@ def states_of(path: Location, ids: NDArray[np.int64] | None) -> StatesFile:
 
 
 def _scaled(
-    path: Location, dtype: str, found: Mapping[str, tuple[str, tuple[int, ...], int]]
+    path: Location, dtype: str, tensors: Mapping[str, tuple[str, tuple[int, ...], int]]
 ) -> tuple[StoredArray, StoredArray]:
     """Elements and scales. Scales can vary along any of the axes token, layer and channel, or be a single number."""
-    _, shape, start = found[STATES]
-    if SCALES not in found:
+    _, shape, start = tensors[STATES]
+    if SCALES not in tensors:
         raise FormatError(
             f"tensor '{SCALES}': expected F32 [{shape[0]}, 1, 1] of {dtype} states, found nothing", path=path
         )
-    kind, ones, at = found[SCALES]
+    kind, ones, offset = tensors[SCALES]
     aligned = (*(1,) * (3 - len(ones)), *ones)
     if kind != "F32" or len(aligned) != 3 or any(n not in (1, m) for n, m in zip(aligned, shape, strict=True)):
         expected = f"F32 [{shape[0]}, 1, 1], or axes of {list(shape)} or 1"
         raise FormatError(f"tensor '{SCALES}': expected {expected}, found {kind} {list(ones)}", path=path)
     dense = [int(np.prod(shape[n + 1 :])) for n in range(3)]
     strides = [int(np.prod(aligned[n + 1 :])) for n in range(3)]
-    return StoredArray(dtype, list(shape), dense, start, False), StoredArray("F32", list(aligned), strides, at, False)
+    return StoredArray(dtype, list(shape), dense, start, False), StoredArray(
+        "F32", list(aligned), strides, offset, False
+    )
 
 
 @dataclass(frozen=True)
@@ -163,31 +165,31 @@ def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64]
     Raises:
         ActshardError: no file has usable states; the error of the first file.
     """
-    found: list[StatesFile | None] = []
+    files: list[StatesFile | None] = []
     faults: list[tuple[int, ActshardError]] = []
     for number, path in enumerate(paths):
         try:
-            found.append(states_of(path, ids(number)))
+            files.append(states_of(path, ids(number)))
         except (FormatError, MissingFileError, UnsupportedError) as error:
             error.path = error.path or path.place
-            found.append(None)
+            files.append(None)
             faults.append((number, error))
-    shapes = [(file.layers, file.width, file.dtype) for file in found if file is not None]
+    shapes = [(file.layers, file.width, file.dtype) for file in files if file is not None]
     if not shapes:
         raise faults[0][1] if faults else FormatError("expected at least one file of hidden states, found none")
     common = max(dict.fromkeys(shapes), key=shapes.count)
-    for number, file in enumerate(found):
+    for number, file in enumerate(files):
         if file is not None and (file.layers, file.width, file.dtype) != common:
             layers, width, dtype = common
             message = f"expected {dtype} [{file.tokens}, {layers}, {width}] as in most files, found {file.dtype} "
             message += f"[{file.tokens}, {file.layers}, {file.width}]"
             faults.append((number, FormatError(f"tensor '{STATES}': {message}", path=paths[number])))
-            found[number] = None
-    made = []
-    for number, fault in sorted(faults, key=lambda each: each[0])[:_SHOWN]:
+            files[number] = None
+    remarks = []
+    for number, fault in sorted(faults, key=lambda entry: entry[0])[:_SHOWN]:
         code = "missing-file" if isinstance(fault, MissingFileError) else fault.code or "format"
         name = paths[number].name
-        made.append(Remark(code, f"{what} {number}: {name}: {fault.detail}; reading its states is an error"))
+        remarks.append(Remark(code, f"{what} {number}: {name}: {fault.detail}; reading its states is an error"))
     if len(faults) > _SHOWN:
-        made.append(Remark("format", f"{len(faults)} of {len(paths)} {what}s have no usable states"))
-    return AllStates(found, *common, faults=dict(faults), warnings=made)
+        remarks.append(Remark("format", f"{len(faults)} of {len(paths)} {what}s have no usable states"))
+    return AllStates(files, *common, faults=dict(faults), warnings=remarks)

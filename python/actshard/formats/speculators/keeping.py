@@ -29,34 +29,35 @@ def states_of_rows(
     listing.entries(root / FOLDER, "hs_")
     for file in (root / "state.json", *data_files(root)):  # the token ids of files were compared with these rows
         listing.exists(file)
-    place = KeptIndex(listing, "speculators", _VERSION)
-    index = place.load()
-    found = None if index is None else _restored(tokens, *index)
-    if found is not None:
-        return found
+    kept_index = KeptIndex(listing, "speculators", _VERSION)
+    index = kept_index.load()
+    kept_states = None if index is None else _restore_states(tokens, *index)
+    if kept_states is not None:
+        return kept_states
     states = read()
     files = [file for file in states.files if file is not None and file.scaled is None]
     if len(files) == len(paths):
         header = {"layers": states.layers, "width": states.width, "dtype": states.dtype}
         columns = ([file.tokens for file in files], [file.start for file in files], [file.ids_start for file in files])
-        place.save(header, [np.array(each, np.uint64) for each in columns])
+        kept_index.save(header, [np.array(column, np.uint64) for column in columns])
     return states
 
 
-def _restored(tokens: NDArray[np.int64], header: dict[str, Any], arrays: list[NDArray[Any]]) -> AllStates | None:
+def _restore_states(tokens: NDArray[np.int64], header: dict[str, Any], arrays: list[NDArray[Any]]) -> AllStates | None:
     """The states; None if the index is invalid."""
     layers, width, dtype = header.get("layers"), header.get("width"), header.get("dtype")
     if type(layers) is not int or type(width) is not int or dtype not in FLOATS:
         return None
     if not 0 < layers < 1 << 20 or not 0 < width < 1 << 31 or len(arrays) != 3:
         return None
-    for each in arrays:
-        if each.dtype != np.uint64 or len(each) != len(tokens) or (each >= _FURTHEST).any():
+    for array in arrays:
+        if array.dtype != np.uint64 or len(array) != len(tokens) or (array >= _FURTHEST).any():
             return None
     if not np.array_equal(arrays[0], tokens.astype(np.uint64)):
         return None
-    counts, starts, ids = (each.tolist() for each in arrays)
+    counts, starts, ids = (array.tolist() for array in arrays)
     files: list[StatesFile | None] = [
-        StatesFile(count, layers, width, dtype, start, at) for count, start, at in zip(counts, starts, ids, strict=True)
+        StatesFile(count, layers, width, dtype, start, id_offset)
+        for count, start, id_offset in zip(counts, starts, ids, strict=True)
     ]
     return AllStates(files, layers, width, dtype, faults={}, warnings=[])

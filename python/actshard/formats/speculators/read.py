@@ -116,20 +116,20 @@ def _stored_as(states: AllStates) -> dict[str, Any]:
 
 def _names(path: Location, states: AllStates, info: dict[str, Any]) -> tuple[Layer, ...] | None:
     """Names of the layers before the last, if actshard wrote them."""
-    found = info.get(LAYERS)
-    if found is None:
+    names = info.get(LAYERS)
+    if names is None:
         return None
-    if not isinstance(found, list) or len(found) != states.layers - 1 or not all(map(is_one, found)):
+    if not isinstance(names, list) or len(names) != states.layers - 1 or not all(map(is_one, names)):
         raise FormatError(
-            f"field {LAYERS!r}: expected {states.layers - 1} names of layers, found {show(found)}",
+            f"field {LAYERS!r}: expected {states.layers - 1} names of layers, found {show(names)}",
             path=path / INFO,
             code="metadata",
         )
-    return stored((*found, LAST), path.place)
+    return stored((*names, LAST), path.place)
 
 
-def _contents(path: Location, states: AllStates, rows: Rows, tokens: NDArray[np.uint32], **more: Any) -> Contents:
-    names = _names(path, states, more["metadata"])
+def _contents(path: Location, states: AllStates, rows: Rows, tokens: NDArray[np.uint32], **fields: Any) -> Contents:
+    names = _names(path, states, fields["metadata"])
     return Contents(
         format="speculators",
         path=path.place,
@@ -141,7 +141,7 @@ def _contents(path: Location, states: AllStates, rows: Rows, tokens: NDArray[np.
         rows=rows,
         provenance=({} if names else {"layers": "by position: their numbers are not stored"}) | _stored_as(states),
         warnings=tuple(states.warnings),
-        **more,
+        **fields,
     )
 
 
@@ -165,16 +165,16 @@ def open(path: Location, options: Options) -> Contents:
     )
     tokens = counts.astype(np.uint32)
 
-    def columns(wanted: Sequence[str]) -> pa.Table:
-        for name in wanted:
+    def columns(names: Sequence[str]) -> pa.Table:
+        for name in names:
             if name not in table.column_names:
                 raise NotStoredError(
                     f"has no column {name!r}; columns are {', '.join(table.column_names)}", path=path.place
                 )
-        return table.select(list(wanted))
+        return table.select(list(names))
 
-    def batches(wanted: Sequence[str]) -> Iterator[pa.Table]:
-        yield columns(wanted)
+    def batches(names: Sequence[str]) -> Iterator[pa.Table]:
+        yield columns(names)
 
     info = read_json(path / INFO)
     return _contents(
@@ -185,9 +185,9 @@ def open(path: Location, options: Options) -> Contents:
         metadata=info if isinstance(info, dict) else {},
         column_names=table.column_names,
         columns=columns,
-        head_columns=lambda wanted, n: columns(wanted).slice(0, n),
+        head_columns=lambda names, n: columns(names).slice(0, n),
         column_batches=batches,
-        example_columns=lambda wanted, numbers: picked(columns(wanted), numbers),
+        example_columns=lambda names, numbers: picked(columns(names), numbers),
         token_columns=_PER_TOKEN,
         files=lambda: [file.place for file in paths],
     )
@@ -220,8 +220,8 @@ def lists_of(table: pa.Table, name: str, path: Location) -> tuple[NDArray[np.int
     import pyarrow.compute as pc
 
     column = table[name]
-    listed = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-    if not listed or not pa.types.is_integer(column.type.value_type) or column.null_count:
+    is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
+    if not is_list or not pa.types.is_integer(column.type.value_type) or column.null_count:
         raise FormatError(f"column {name!r}: expected lists of integers without nulls, found {column.type}", path=path)
     lengths = array_of(pc.list_value_length(column)).astype(np.int64)
     values = pc.list_flatten(column)
@@ -234,11 +234,11 @@ def _missing_rows(path: Location) -> list[Remark]:
     """A warning about a folder of hidden states whose rows in the folder above cannot be found."""
     if path.name != FOLDER or not path.is_local:
         return []  # a folder of request files may have any name, and its server may refuse the folder above
-    above = path.parent
-    if all((above / name).kind() is None for name in (INFO, STATE)):
+    parent = path.parent
+    if all((parent / name).kind() is None for name in (INFO, STATE)):
         return []
     with contextlib.suppress(ActshardError):  # a damaged file
-        if detect(above).matches:
+        if detect(parent).matches:
             return []
     text = f"{INFO} or {STATE} of the folder above is missing or empty: rows, with loss_mask and seq_len, are not read"
     return [Remark("missing-file", text)]

@@ -51,7 +51,7 @@ class SpeculatorsTarget(TokenTarget):
     """Writes training data of speculators. Layers have any names; one is the last hidden state."""
 
     format: ClassVar[str] = "speculators"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "scales": 'with dtype="float8_e4m3fn", "float8_e5m2" or "int8": a scale per "token", "layer" or "channel" of an '
         'example, or one for the "whole" example',
@@ -99,12 +99,14 @@ class SpeculatorsTarget(TokenTarget):
     def as_read(self, block: Block) -> NDArray[Any]:
         if self.scaling is None:
             return block.memory
-        made, memory = np.empty_like(block.memory), block.memory
+        decoded_rows, memory = np.empty_like(block.memory), block.memory
         for i, (n, starts) in enumerate(zip(block.lengths[:, 0].tolist(), block.starts, strict=True)):
-            again = self.scaling.again(np.stack([memory[at : at + n] for at in starts.tolist()], axis=1), i)
-            for k, at in enumerate(starts.tolist()):
-                made[at : at + n] = again[:, k]
-        return made
+            decoded_states = self.scaling.again(
+                np.stack([memory[start : start + n] for start in starts.tolist()], axis=1), i
+            )
+            for k, start in enumerate(starts.tolist()):
+                decoded_rows[start : start + n] = decoded_states[:, k]
+        return decoded_rows
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, FLOATS, "speculators", "")
@@ -126,8 +128,8 @@ class SpeculatorsTarget(TokenTarget):
     def forget(self, lengths: NDArray[np.int64]) -> None:
         folder = self.root / FOLDER
         for path in folder.iterdir() if folder.is_dir() else ():
-            named = _FILE.fullmatch(path.name)
-            if named is not None and int(named[1]) >= len(lengths):
+            match = _FILE.fullmatch(path.name)
+            if match is not None and int(match[1]) >= len(lengths):
                 path.unlink()
 
     def _header(self, tokens: int) -> bytes:
@@ -177,14 +179,14 @@ class SpeculatorsTarget(TokenTarget):
         ]
         firsts = np.concatenate([[0], np.cumsum(sizes)]).tolist()
         buffer = np.empty(firsts[-1], np.uint8)
-        ids, at = values["input_ids"][0], np.concatenate([[0], np.cumsum(tokens)]).tolist()
+        ids, bounds = values["input_ids"][0], np.concatenate([[0], np.cumsum(tokens)]).tolist()
         memory = block.memory.reshape(-1, self.spec.d_model)
         starts = block.starts
         for i, (n, header) in enumerate(zip(tokens.tolist(), headers, strict=True)):
             into = buffer[firsts[i] : firsts[i + 1]]
             into[: len(header)] = np.frombuffer(header, np.uint8)
             body = into[len(header) :]
-            body[: 8 * n] = ids[at[i] : at[i + 1]].astype("<i8").view(np.uint8)
+            body[: 8 * n] = ids[bounds[i] : bounds[i + 1]].astype("<i8").view(np.uint8)
             self._fill(body[8 * n :], [memory[starts[i, k] : starts[i, k] + n] for k in self.order], self.n + i)
         (self.root / FOLDER).mkdir(exist_ok=True)
         files = [(self._path(self.n + i), 0) for i in range(len(block))]
@@ -201,16 +203,16 @@ class SpeculatorsTarget(TokenTarget):
     def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if self.scaling is None:
             return list(states[-1:])
-        whole = ScaleLoss()
+        total = ScaleLoss()
         for state in states:
-            whole.add(ScaleLoss.of(state["scales"]))
-        return [{"scales": asdict(whole)}]
+            total.add(ScaleLoss.of(state["scales"]))
+        return [{"scales": asdict(total)}]
 
     def finish(self, examples: AllExamples) -> None:
         self.forget(examples.lengths)
-        found = sum(_FILE.fullmatch(path.name) is not None for path in (self.root / FOLDER).iterdir())
-        if found != len(examples):
-            raise FormatError(f"expected {len(examples)} files, found {found}", path=self.root / FOLDER)
+        count = sum(_FILE.fullmatch(path.name) is not None for path in (self.root / FOLDER).iterdir())
+        if count != len(examples):
+            raise FormatError(f"expected {len(examples)} files, found {count}", path=self.root / FOLDER)
         assert examples.columns is not None
         sync_folders([self.root / FOLDER])
         scaled = {} if self.scaling is None else {SCALED_BY: self.scaling.as_dict()}
@@ -221,8 +223,8 @@ class SpeculatorsTarget(TokenTarget):
         row = self.spec.d_model * (2 if self.dtype is None else self.itemsize)
         if self.scaling is not None:
             row = self._states_bytes(1) // len(self.order)
-        each = 8 + len(self.spec.layers) * row
-        return len(tokens), len(tokens) + 3, int(tokens.sum()) * (each + 12) + 200 * len(tokens)
+        token_bytes = 8 + len(self.spec.layers) * row
+        return len(tokens), len(tokens) + 3, int(tokens.sum()) * (token_bytes + 12) + 200 * len(tokens)
 
 
 def write_rows(root: Path, columns: pa.Table, layers: Sequence[Layer] | None, metadata: Mapping[str, Any]) -> None:
@@ -266,13 +268,13 @@ def _rows(columns: pa.Table) -> pa.Table:
     ids, counts = values["input_ids"]
     mask = values["loss_mask"][0] if "loss_mask" in values else np.ones(len(ids), np.int64)
     ends = np.concatenate([[0], np.cumsum(counts)])
-    made = {
+    arrays = {
         "input_ids": _lists(ends, ids.astype(np.int32)),
         "loss_mask": _lists(ends, mask.astype(np.int64)),
         "seq_len": pa.chunked_array([pa.array(counts)]),
     }
     info = json.dumps({"info": {"features": _FEATURES}})
-    return pa.table(made).replace_schema_metadata({"huggingface": info})
+    return pa.table(arrays).replace_schema_metadata({"huggingface": info})
 
 
 def _lists(ends: NDArray[np.int64], values: NDArray[Any]) -> pa.ChunkedArray:

@@ -96,8 +96,8 @@ class ZarrStore:
                 self._consolidated = json_mapping(json_object(path / ".zmetadata"), "metadata", path / ".zmetadata")
             if exists(path / ".zattrs"):
                 self.attributes = json_object(path / ".zattrs")
-                listed = self._consolidated.get(".zattrs", self.attributes)
-                if listed != self.attributes:
+                listed_attributes = self._consolidated.get(".zattrs", self.attributes)
+                if listed_attributes != self.attributes:
                     self.warnings.append(
                         Remark(
                             "consolidated-differs",
@@ -112,35 +112,35 @@ class ZarrStore:
         if not self.path.is_remote:
             return
         name = "/.zarray" if self.version == 2 else ""
-        listed = {key.removesuffix(name) for key in self._consolidated if key.endswith(name)}
-        if not listed and self.path.lists:
-            listed = {f"arrays/{found}" for found in self.names("arrays")}
-        nodes = next((there for choice in choices if (there := [n for n in choice if n in listed])), [])
+        stored_nodes = {key.removesuffix(name) for key in self._consolidated if key.endswith(name)}
+        if not stored_nodes and self.path.lists:
+            stored_nodes = {f"arrays/{array_name}" for array_name in self.names("arrays")}
+        nodes = next((existing for choice in choices if (existing := [n for n in choice if n in stored_nodes])), [])
         read_ahead([self.path / node / (name[1:] or "zarr.json") for node in nodes])
 
     def array(self, node: str) -> ArrayMeta | None:
         """An array's metadata; None if there is no such array."""
         name = ".zarray" if self.version == 2 else "zarr.json"
-        own = self.path / node / name
+        metadata_path = self.path / node / name
         key = f"{node}/{name}" if self.version == 2 else node
-        listed = self._consolidated.get(key)
-        if exists(own):
-            value = json_object(own)
-            if listed is not None and not _same(listed, value):
+        consolidated = self._consolidated.get(key)
+        if exists(metadata_path):
+            value = json_object(metadata_path)
+            if consolidated is not None and not _same(consolidated, value):
                 self.warnings.append(
                     Remark(
                         "consolidated-differs",
                         f"{node}: consolidated metadata differ from the array's own, which are used",
                     )
                 )
-        elif listed is not None:
-            own, value = self._consolidated_in, listed
+        elif consolidated is not None:
+            metadata_path, value = self._consolidated_in, consolidated
         else:
             return None
         if self.version == 3 and isinstance(value, dict) and value.get("node_type") == "group":
             return None
-        fields = Fields(value, own, "" if own.name != ".zmetadata" else key)
-        return _parsed(self.path, node, self.version, fields, complete=self.is_complete)
+        fields = Fields(value, metadata_path, "" if metadata_path.name != ".zmetadata" else key)
+        return _parse_array(self.path, node, self.version, fields, complete=self.is_complete)
 
     @functools.cached_property
     def is_complete(self) -> bool:
@@ -152,9 +152,9 @@ class ZarrStore:
         if not (isinstance(writer, str) and writer.startswith(f"{WRITER} ")):
             return False
         run = [self.path.parent.parent] if self.path.parent.name == "shards" else []
-        for place in (self.path, *run):
+        for folder in (self.path, *run):
             with contextlib.suppress(FormatError, FileAccessError):
-                if (request := Request.read(place)) is not None:
+                if (request := Request.read(folder)) is not None:
                     return request.verb in ("create", "convert")
         return False
 
@@ -164,17 +164,17 @@ class ZarrStore:
         Raises:
             UnsupportedError: the store can neither list names nor has consolidated metadata.
         """
-        found = {
+        names = {
             key.removeprefix(f"{group}/").split("/")[0] for key in self._consolidated if key.startswith(f"{group}/")
         }
         try:
-            found |= {entry.name for entry in (self.path / group).entries() if entry.kind == "folder"}
+            names |= {entry.name for entry in (self.path / group).entries() if entry.kind == "folder"}
         except MissingFileError:
             pass
         except UnsupportedError:
             if not self._consolidated:
                 raise
-        return sorted(name for name in found if name.isprintable() and not name.startswith("."))
+        return sorted(name for name in names if name.isprintable() and not name.startswith("."))
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -184,7 +184,7 @@ def _same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _parsed(store: Location, node: str, version: int, fields: Fields, *, complete: bool) -> ArrayMeta:
+def _parse_array(store: Location, node: str, version: int, fields: Fields, *, complete: bool) -> ArrayMeta:
     """Parses an array's metadata with the core.
 
     Raises:
@@ -193,40 +193,40 @@ def _parsed(store: Location, node: str, version: int, fields: Fields, *, complet
     """
     value = {k: v for k, v in fields.value.items() if k not in ("attributes", "consolidated_metadata")}
     try:
-        own = _encoded(value).encode()
+        data = _encoded(value).encode()
     except ValueError:  # infinite numbers
-        own = b""
-    odd = not own or b"\\ud" in own or _HUGE.search(own)
-    text = json.dumps(_plain(value), ensure_ascii=False).encode("utf-8", "replace") if odd else own
+        data = b""
+    odd = not data or b"\\ud" in data or _HUGE.search(data)
+    text = json.dumps(_plain(value), ensure_ascii=False).encode("utf-8", "replace") if odd else data
     try:
-        found = _native.ZarrMeta(version, text, utf8(fields.where))
-        dtype = _dtype(found.dtype, fields)
+        meta = _native.ZarrMeta(version, text, utf8(fields.where))
+        dtype = _dtype(meta.dtype, fields)
     except ActshardError as error:
         error.path = Location.at(fields.path).place  # the core receives only the text
         raise
-    fill: Any = found.fill
+    fill: Any = meta.fill
     if dtype is not None and isinstance(fill, bytes):
         fill = np.frombuffer(fill, dtype)[0]
     elif dtype is not None and dtype.kind in "iu":
         fill = int(fill)
-    if not own:
+    if not data:
         raise FormatError("expected finite numbers", path=fields.path)
     return ArrayMeta(
         store,
         node,
         Location.at(fields.path),
-        tuple(found.shape),
-        tuple(found.chunks),
+        tuple(meta.shape),
+        tuple(meta.chunks),
         dtype,
-        found.swapped,
+        meta.swapped,
         fill,
-        found.prefix,
-        found.separator,
-        found.how,
-        found.inner,
-        tuple(found.codecs),
-        tuple(found.outer),
-        own,
+        meta.prefix,
+        meta.separator,
+        meta.how,
+        meta.inner,
+        tuple(meta.codecs),
+        tuple(meta.outer),
+        data,
         complete,
     )
 
@@ -234,9 +234,9 @@ def _parsed(store: Location, node: str, version: int, fields: Fields, *, complet
 def _plain(value: Any) -> Any:
     """Replaces numbers that float64 cannot represent by strings. Any JSON parser accepts the result, and the field is rejected."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(entry) for entry in value]
     if isinstance(value, int | float) and not -sys.float_info.max <= value <= sys.float_info.max:
         return str(value)
     return value
@@ -298,10 +298,10 @@ def read_whole(
     meta: ArrayMeta, spare: Spare | None = None, files: ChunkSizes | None = None
 ) -> NDArray[Any] | list[str] | list[bytes]:
     """Reads a small array like :func:`read_array`, but fixed-length strings as a list: of bytes if one of them is no UTF-8 text."""
-    found = read_array(meta, spare, files)
-    if not isinstance(found, np.ndarray) or found.dtype.kind not in "SU":
-        return found
-    items: list[Any] = found.ravel().tolist()
+    array = read_array(meta, spare, files)
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "SU":
+        return array
+    items: list[Any] = array.ravel().tolist()
     try:
         return [_text(item, "strict") for item in items]
     except UnicodeDecodeError:
@@ -327,18 +327,20 @@ def read_array(
     if not files:
         _check_is_there(meta)
     if not meta.how and meta.dtype is not None:
-        found = _read_plain(meta, meta.dtype, files)
+        array = _read_plain(meta, meta.dtype, files)
     elif meta.dtype is not None and (why := _native.zarr_problem(meta.folder, meta.json)) is not None:
         package = PackageArray(meta, why)
-        found = _joined(meta, meta.dtype, ((at, package.file(list(at))) for at in _inside(meta, files)))
+        array = _join_chunks(
+            meta, meta.dtype, ((coords, package.file(list(coords))) for coords in _inside(meta, files))
+        )
     else:
-        raw = _native.read_zarr(meta.folder, meta.json, [list(at) for at in files], max(size, 1))
+        raw = _native.read_zarr(meta.folder, meta.json, [list(coords) for coords in files], max(size, 1))
         if isinstance(raw, list):
             return [_text(item) for item in raw]
         if meta.dtype is None or len(raw) != math.prod(meta.shape) * meta.dtype.itemsize:
             raise meta.error(f"expected {math.prod(meta.shape)} elements, decoded {len(raw)} bytes")
-        found = np.frombuffer(raw, meta.dtype).reshape(meta.shape)
-    return found
+        array = np.frombuffer(raw, meta.dtype).reshape(meta.shape)
+    return array
 
 
 def _check_is_there(meta: ArrayMeta) -> None:
@@ -351,17 +353,19 @@ def _text(item: str | bytes, errors: str = "backslashreplace") -> str:
     return item if isinstance(item, str) else item.rstrip(b"\0").decode("utf-8", errors)
 
 
-def _joined(
+def _join_chunks(
     meta: ArrayMeta, dtype: np.dtype[Any], chunks: Iterable[tuple[tuple[int, ...], bytes | None]]
 ) -> NDArray[Any]:
     """Assembles an array from its chunks inside the grid; missing ones are filled."""
-    made = np.full(meta.shape, meta.fill, dtype)
-    for at, raw in chunks:
-        inside = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(at, meta.outer, meta.shape, strict=True))
+    array = np.full(meta.shape, meta.fill, dtype)
+    for coords, raw in chunks:
+        region = tuple(
+            slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(coords, meta.outer, meta.shape, strict=True)
+        )
         if raw is not None:
             part = np.frombuffer(raw, dtype).reshape(meta.outer)
-            made[inside] = part[tuple(slice(0, s.stop - s.start) for s in inside)]
-    return made
+            array[region] = part[tuple(slice(0, s.stop - s.start) for s in region)]
+    return array
 
 
 def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: ChunkSizes) -> NDArray[Any]:
@@ -369,27 +373,29 @@ def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: ChunkSizes) -> NDA
     size = math.prod(meta.chunks) * dtype.itemsize
     places = _inside(meta, files)
 
-    for at in places:  # all are checked before one is read, because they may be large
-        _check_size(meta, at, files[at], size)
+    for coords in places:  # all are checked before one is read, because they may be large
+        _check_size(meta, coords, files[coords], size)
 
     def chunks() -> Iterator[tuple[tuple[int, ...], bytes]]:
-        for at, raw in zip(places, read_together([meta.path_of(at) for at in places]), strict=True):
+        for coords, raw in zip(places, read_together([meta.path_of(coords) for coords in places]), strict=True):
             if raw is None:
-                raise MissingFileError("expected a chunk, found nothing", path=meta.path_of(at))
-            _check_size(meta, at, len(raw), size)
-            yield at, np.frombuffer(raw, stored).astype(dtype).tobytes() if meta.swapped else raw
+                raise MissingFileError("expected a chunk, found nothing", path=meta.path_of(coords))
+            _check_size(meta, coords, len(raw), size)
+            yield coords, np.frombuffer(raw, stored).astype(dtype).tobytes() if meta.swapped else raw
 
-    return _joined(meta, dtype, chunks())
+    return _join_chunks(meta, dtype, chunks())
 
 
-def _check_size(meta: ArrayMeta, at: tuple[int, ...], found: int, size: int) -> None:
-    if found != size:
-        kind = TruncatedFileError if found < size else FormatError
+def _check_size(meta: ArrayMeta, coords: tuple[int, ...], stored_size: int, size: int) -> None:
+    if stored_size != size:
+        kind = TruncatedFileError if stored_size < size else FormatError
         raise kind(
-            f"expected {size} bytes, a whole chunk, found {found}", path=meta.path_of(at), offset=min(found, size)
+            f"expected {size} bytes, a whole chunk, found {stored_size}",
+            path=meta.path_of(coords),
+            offset=min(stored_size, size),
         )
 
 
 def _inside(meta: ArrayMeta, files: ChunkSizes) -> list[tuple[int, ...]]:
     """Positions inside the grid. Files of an older, larger array may lie outside."""
-    return [at for at in files if all(i < n for i, n in zip(at, meta.grid, strict=True))]
+    return [coords for coords in files if all(i < n for i, n in zip(coords, meta.grid, strict=True))]

@@ -34,9 +34,9 @@ def check(root: Location, report: Report, tell: Any) -> None:
         with report.noting(member.path):
             _check_store(member, root, report)
     if parsed is not None and parsed[2]:
-        listed = {root / shard["path"] for shard in parsed[1]["shards"] if isinstance(shard.get("path"), str)}
+        listed_stores = {root / shard["path"] for shard in parsed[1]["shards"] if isinstance(shard.get("path"), str)}
         for store in stores_in(root / "shards"):
-            if store not in listed:
+            if store not in listed_stores:
                 report.add("unlisted-file", store, "a store that manifest.json does not list")
 
 
@@ -80,10 +80,10 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
     assert array.dtype is not None
     full = math.prod(array.outer) * array.dtype.itemsize
     wrong = 0
-    for place, size in files.items():
-        path = array.path_of(place)
-        if any(p >= n for p, n in zip(place, grid, strict=True)):
-            report.add("unlisted-file", path, f"chunk {list(place)}", f"chunks of a grid {grid}")
+    for coords, size in files.items():
+        path = array.path_of(coords)
+        if any(p >= n for p, n in zip(coords, grid, strict=True)):
+            report.add("unlisted-file", path, f"chunk {list(coords)}", f"chunks of a grid {grid}")
         elif not array.how and size != full:
             wrong += 1
             if wrong <= 20:
@@ -99,13 +99,13 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         longest = np.maximum.reduceat(lengths, np.arange(0, member.n, samples)) if member.n else lengths
         stretches = -(-longest.astype(np.int64) // stretch)
     across, wide = math.ceil(member.num_layers / layers), math.ceil(member.width / width)
-    wanted = int(stretches.sum()) * across * wide
+    total = int(stretches.sum()) * across * wide
     existing = {
         (block, layer, t, h)
         for block, layer, t, h in files
         if block < len(stretches) and layer < across and t < stretches[block] and h < wide
     }
-    if len(existing) == wanted:
+    if len(existing) == total:
         return
     # Visits at most one place more than there are files.
     blocks = (int(block) for block in np.flatnonzero(stretches))
@@ -116,14 +116,14 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
         for t in range(int(stretches[block]))
         for h in range(wide)
     )
-    first = next(place for place in places if place not in existing)
+    first = next(coords for coords in places if coords not in existing)
     if array.complete:
         report.error(array.missing_chunk(first), array.folder)
         return
     report.add(
         "chunk-missing",
         array.folder,
-        f"{wanted - len(existing)} chunks of stored tokens have no file, such as {array.path_of(first).relative_to(array.folder)}",
+        f"{total - len(existing)} chunks of stored tokens have no file, such as {array.path_of(first).relative_to(array.folder)}",
         "a file for every chunk with stored tokens",
         f"sample {first[0] * samples}",
     )
@@ -141,19 +141,19 @@ def _check_shards(array: ArrayMeta, files: Mapping[tuple[int, ...], int], member
         return
     lengths = member.lengths[member.arrays.index(array)]
     tokens = np.broadcast_to(np.asarray(lengths, np.int64), (member.n,))
-    for place, found in files.items():
-        path = array.path_of(place)
+    for coords, file_size in files.items():
+        path = array.path_of(coords)
         with report.noting(path):
-            if found < size:
+            if file_size < size:
                 raise TruncatedFileError(
-                    f"expected at least the {size} bytes of a shard's index, found {found}", path=path
+                    f"expected at least the {size} bytes of a shard's index, found {file_size}", path=path
                 )
-            index = np.frombuffer(path.read(found - size, size), np.uint8)
+            index = np.frombuffer(path.read(file_size - size, size), np.uint8)
             entries = index[:-4].view("<u8").reshape(-1, 2)
             if not np.array_equal(_native.encode_shard_index(np.ascontiguousarray(entries, np.uint64)), index):
                 text = "the checksum of the shard's index differs: the file is truncated or damaged"
-                raise FormatError(text, path=path, offset=found - size)
-            _check_entries(array, place, entries.reshape(*per_shard, 2), found, tokens)
+                raise FormatError(text, path=path, offset=file_size - size)
+            _check_entries(array, coords, entries.reshape(*per_shard, 2), file_size, tokens)
 
 
 def _is_usual_index(sharding: Mapping[str, Any]) -> bool:
@@ -167,29 +167,35 @@ def _is_usual_index(sharding: Mapping[str, Any]) -> bool:
 
 
 def _check_entries(
-    array: ArrayMeta, place: tuple[int, ...], entries: NDArray[np.uint64], size: int, tokens: NDArray[np.int64]
+    array: ArrayMeta, shard_coords: tuple[int, ...], entries: NDArray[np.uint64], size: int, tokens: NDArray[np.int64]
 ) -> None:
     """Raises an error for an inner chunk outside of its shard, or that is missing although its tokens are stored."""
-    path = array.path_of(place)
+    path = array.path_of(shard_coords)
     begins, lengths = entries[..., 0], entries[..., 1]
     absent = (begins == _ABSENT) & (lengths == _ABSENT)
     outside = ~absent & ((begins > size) | (lengths > size - np.minimum(begins, size)))
     if outside.any():
-        at = tuple(int(axis[0]) for axis in np.nonzero(outside))
-        text = f"inner chunk {list(at)}: expected {lengths[at]} bytes at {begins[at]}, but the file ends at {size}"
+        coords = tuple(int(axis[0]) for axis in np.nonzero(outside))
+        text = f"inner chunk {list(coords)}: expected {lengths[coords]} bytes at {begins[coords]}, but the file ends at {size}"
         raise FormatError(text, path=path)
     if not array.complete:
         return
-    first = [index * outer for index, outer in zip(place, array.outer, strict=True)]
+    first = [index * outer for index, outer in zip(shard_coords, array.outer, strict=True)]
     samples, _, stretches, _ = entries.shape[:4]
-    own = tokens[first[0] : first[0] + samples * array.chunks[0]]
+    shard_tokens = tokens[first[0] : first[0] + samples * array.chunks[0]]
     # Chunks of several samples are needed for the longest of them.
-    longest = np.maximum.reduceat(own, np.arange(0, len(own), array.chunks[0])) if len(own) else own
+    longest = (
+        np.maximum.reduceat(shard_tokens, np.arange(0, len(shard_tokens), array.chunks[0]))
+        if len(shard_tokens)
+        else shard_tokens
+    )
     needed = longest[:, None] > first[2] + array.chunks[2] * np.arange(stretches)
     missing = absent[: len(longest)] & needed[:, None, :, None]
     if missing.any():
-        at = tuple(int(axis[0]) for axis in np.nonzero(missing))
-        raise MissingFileError(f"expected inner chunk {list(at)}, found none: its writer stores every chunk", path=path)
+        coords = tuple(int(axis[0]) for axis in np.nonzero(missing))
+        raise MissingFileError(
+            f"expected inner chunk {list(coords)}, found none: its writer stores every chunk", path=path
+        )
 
 
 def _check_small(meta: ArrayMeta, member: Member, report: Report) -> None:

@@ -244,8 +244,8 @@ class ShardedChunks(Chunks):
         shard = (first + np.arange(len(tokens))) // samples
         before = np.cumsum(counts, axis=0) - counts
         # Each shard counts from its own first example.
-        begun = np.searchsorted(shard, shard, "left")
-        before -= before[begun]
+        shard_starts = np.searchsorted(shard, shard, "left")
+        before -= before[shard_starts]
         before[shard == shard[0]] += np.pad(self._chunks, (0, ranges - len(self._chunks)))
         self._next = first + len(tokens)
         after = before[-1] + counts[-1]
@@ -329,7 +329,7 @@ class ShardedChunks(Chunks):
 def is_shard(name: str) -> bool:
     """Whether a file has the name of a shard."""
     prefix, *places = name.split(".")
-    return prefix == "c" and len(places) == 4 and all(place.isdecimal() for place in places)
+    return prefix == "c" and len(places) == 4 and all(number.isdecimal() for number in places)
 
 
 def _longest_chunk(lengths: NDArray[np.int64], row_bytes: int) -> int:

@@ -30,8 +30,8 @@ class ZarrCarrying(Carrying):
         return {name: value for name, value in without_files(metadata).items() if name not in _OF_FILES}
 
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
-        kept = without_files(contents.metadata)
-        return kept | without_files(_first(contents)) if "shards" in contents.metadata else kept
+        kept_metadata = without_files(contents.metadata)
+        return kept_metadata | without_files(_first(contents)) if "shards" in contents.metadata else kept_metadata
 
     def copy_options(self, files: Iterable[str]) -> dict[str, Any]:
         return {"version": 3} if any(file.rpartition("/")[2] == "zarr.json" for file in files) else {}

@@ -60,17 +60,17 @@ class Member:
             self.store.names(
                 "arrays"
             )  # raises without consolidated metadata: a single wrong 404 must not hide the lengths
-        one = self.store.array(ACTIVATIONS)
+        activations = self.store.array(ACTIVATIONS)
         # Prompt and response arrays are looked up only without ACTIVATIONS, because each lookup costs a request.
-        prompt, response = (self.store.array(node) if one is None else None for node in (PROMPT, RESPONSE))
-        if one is not None:
-            self.arrays = [one]
+        prompt, response = (self.store.array(node) if activations is None else None for node in (PROMPT, RESPONSE))
+        if activations is not None:
+            self.arrays = [activations]
         elif prompt is not None or response is not None:
             self.arrays = [a for a in (prompt, response) if a is not None]
         else:
-            others = f"{self.store.names('arrays')[:8]} in arrays/" if self.path.lists else "neither"
+            existing = f"{self.store.names('arrays')[:8]} in arrays/" if self.path.lists else "neither"
             raise FormatError(
-                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {others}",
+                f"expected an array {ACTIVATIONS} (or {PROMPT}), found {existing}",
                 path=self.path,
             )
         for array in self.arrays:
@@ -101,7 +101,7 @@ class Member:
             )
         self.rows, self.num_layers, _, self.width = self.arrays[0].shape
         self.n = self.rows
-        self.hallulens = one is None
+        self.hallulens = activations is None
         self._read_attributes()
         self._index()
         self.lengths = [self._lengths(a) for a in self.arrays]
@@ -117,11 +117,11 @@ class Member:
         claims = {"num_layers": self.num_layers, "hidden_size": self.width}
         if not self.hallulens:
             claims["T_max"] = self.arrays[0].shape[2]
-        for name, found in claims.items():
+        for name, actual in claims.items():
             claimed = self.metadata.get(name)
-            if claimed is not None and claimed != found:
+            if claimed is not None and claimed != actual:
                 self.warnings.append(
-                    Remark("claim", f"attribute '{name}' is {show(claimed)}, but the array has {found}")
+                    Remark("claim", f"attribute '{name}' is {show(claimed)}, but the array has {actual}")
                 )
 
     def _index(self) -> None:
@@ -156,11 +156,11 @@ class Member:
         self.n = max(of_row, default=-1) + 1
         self.is_sample = np.zeros(self.n, bool)
         self.is_sample[list(of_row)] = True
-        if left := self.n - len(of_row):
+        if count := self.n - len(of_row):
             self.warnings.append(
                 Remark(
                     "layout",
-                    f"{many(left, 'row', 'has', 'have')} no line in meta/index.jsonl (logged again, or never): read as 0 tokens",
+                    f"{many(count, 'row', 'has', 'have')} no line in meta/index.jsonl (logged again, or never): read as 0 tokens",
                 )
             )
         if text_only:
@@ -205,9 +205,9 @@ class Member:
             return same
         values = np.asarray(read_whole(meta, self.spare, files))[: self.n]
         if values.size and values.min() < 0:
-            at = int(np.flatnonzero(values < 0)[0])
+            sample = int(np.flatnonzero(values < 0)[0])
             raise FormatError(
-                f"expected lengths of 0 to {longest}, found {values[at]} for sample {at}", path=meta.folder
+                f"expected lengths of 0 to {longest}, found {values[sample]} for sample {sample}", path=meta.folder
             )
         if (long := values > longest).any():
             self.warnings.append(
@@ -225,32 +225,32 @@ class Member:
 
     def check_alike(self, other: Member) -> None:
         """Raises FormatError unless stores of a run have the same layers, width, dtype and arrays."""
-        own, its = self.arrays[0], other.arrays[0]
+        array, other_array = self.arrays[0], other.arrays[0]
         for what, a, b in (
             ("layers", self.num_layers, other.num_layers),
             ("hidden size", self.width, other.width),
-            ("element type", own.dtype, its.dtype),
+            ("element type", array.dtype, other_array.dtype),
             ("arrays", [a.node for a in self.arrays], [a.node for a in other.arrays]),
         ):
             if a != b:
-                raise its.error(f"{what}: expected {a}, as in {self.path.name}, found {b}")
+                raise other_array.error(f"{what}: expected {a}, as in {self.path.name}, found {b}")
 
     @cached_property
     def texts(self) -> list[Location]:
         """JSONL files with columns; the file of sample keys comes first."""
         folder = self.path / "text"
         if not folder.lists:
-            found = [folder / name for name in TEXTS if (folder / name).kind() == "file"]
+            paths = [folder / name for name in TEXTS if (folder / name).kind() == "file"]
         else:
-            listed = folder.entries("*.jsonl") if folder.kind() == "folder" else []
-            found = [folder / entry.name for entry in listed]
+            entries = folder.entries("*.jsonl") if folder.kind() == "folder" else []
+            paths = [folder / entry.name for entry in entries]
         index = self.path / "meta" / "sample_index.jsonl"
-        return [index, *found] if index.kind() == "file" else found
+        return [index, *paths] if index.kind() == "file" else paths
 
     @cached_property
     def small(self) -> dict[str, ArrayMeta]:
         """Arrays with one entry per sample, by name."""
-        found = {}
+        arrays = {}
         names = self.store.names("arrays")
         self.store.read_ahead([f"arrays/{name}" for name in names])
         for name in names:
@@ -258,8 +258,8 @@ class Member:
                 continue
             meta = self.store.array(f"arrays/{name}")
             if meta is not None and meta.shape[:1] == (self.rows,) and len(meta.shape) <= 3:
-                found[name] = meta
-        return found
+                arrays[name] = meta
+        return arrays
 
     def missing_values(self) -> list[Remark]:
         """Warnings about arrays per sample without metadata or with missing chunks. Lists folders, but none of a remote store.
@@ -298,42 +298,42 @@ class Member:
 
     def text_names(self) -> dict[str, Location]:
         """Fields in the first line of each JSONL file, by name. Later lines may have other fields."""
-        found: dict[str, Location] = {}
+        paths: dict[str, Location] = {}
         if self.lines is not None:
             for _, line in self.lines:
-                found |= dict.fromkeys(line, self.path / "meta" / "index.jsonl")
+                paths |= dict.fromkeys(line, self.path / "meta" / "index.jsonl")
         for path in self.texts:
             first = next(read_lines(path), None)
             if first is not None and isinstance(first[1], dict):
-                found = dict.fromkeys(first[1], path) | found
-        return {utf8(name): path for name, path in found.items() if name != "i"}
+                paths = dict.fromkeys(first[1], path) | paths
+        return {utf8(name): path for name, path in paths.items() if name != "i"}
 
     def columns_in(self) -> list[Location]:
         """Folders of metadata, lengths, labels and texts, and the metadata files of activations, which are next to chunks."""
-        own = {array.folder for array in self.arrays}
+        activation_folders = {array.folder for array in self.arrays}
         groups = [self.path, self.path / "arrays", self.path / "text", self.path / "meta"]
         small = [self.path / "arrays" / name for name in self.store.names("arrays")]
-        chunks = [place for folder in small if folder not in own for place in (folder, folder / "c")]
+        chunks = [path for folder in small if folder not in activation_folders for path in (folder, folder / "c")]
         return [
             *groups,
             *chunks,
             *(file for array in self.arrays for file in (array.metadata, array.folder / ".zattrs")),
         ]
 
-    def columns(self, wanted: Callable[[str], bool]) -> dict[str, Any]:
+    def columns(self, is_selected: Callable[[str], bool]) -> dict[str, Any]:
         """Columns by name, each a pyarrow array or a list of ``n`` values."""
-        made: dict[str, Any] = {}
+        columns: dict[str, Any] = {}
         spare = Spare()
-        asked = {name: meta for name, meta in self.small.items() if wanted(name)}
+        arrays = {name: meta for name, meta in self.small.items() if is_selected(name)}
         read_ahead(path for path in self.texts if path.is_remote and path.stat().size <= _SMALL_TEXT)
-        for (name, meta), files in zip(asked.items(), stored(list(asked.values())), strict=True):
-            made[name] = _column(read_whole(meta, spare, files), self.n)
+        for (name, meta), files in zip(arrays.items(), stored(list(arrays.values())), strict=True):
+            columns[name] = _column(read_whole(meta, spare, files), self.n)
         if self.lines is not None:
             rows = [(row, number, line) for number, line in self.lines if (row := line.get("sample_index")) is not None]
-            _join(made, rows, self.n, wanted, self.path / "meta" / "index.jsonl", complete=False)
+            _join(columns, rows, self.n, is_selected, self.path / "meta" / "index.jsonl", complete=False)
         for path in self.texts:
-            _join(made, by_i(path, self.rows), self.n, wanted, path, complete=True)
-        return made
+            _join(columns, by_i(path, self.rows), self.n, is_selected, path, complete=True)
+        return columns
 
 
 def _missing_chunk(meta: ArrayMeta, files: Container[tuple[int, ...]], consequence: str) -> list[Remark]:
@@ -350,17 +350,17 @@ def _check_samples(array: ArrayMeta) -> None:
     n, per = array.shape[0], array.outer[0]
     if n <= UNSTORED_SAMPLES or array.folder.is_remote:
         return  # millions of names are not listed in a remote store; there, the chunks of lengths bound the memory
-    wanted = -(-n // (per * SAMPLES_PER_FILE))
-    found = array.chunks_in.count(wanted)
-    if found >= wanted:
+    expected = -(-n // (per * SAMPLES_PER_FILE))
+    count = array.chunks_in.count(expected)
+    if count >= expected:
         return
-    raise array.error(f"{n} samples, but {array.node} has only {found} chunk files", field="shape")
+    raise array.error(f"{n} samples, but {array.node} has only {count} chunk files", field="shape")
 
 
 def by_i(path: Location, n: int) -> list[tuple[int, int, dict[str, Any]]]:
     """Lines of a text file as (sample, line number, line)."""
     rows: list[tuple[int, int, dict[str, Any]]] = []
-    seen: dict[int, int] = {}
+    line_numbers: dict[int, int] = {}
     for number, line in read_lines(path):
         fields = Fields(line, path, f"line {number}")
         i = fields.integer("i", minimum=0) if "i" in line else number - 1
@@ -368,31 +368,33 @@ def by_i(path: Location, n: int) -> list[tuple[int, int, dict[str, Any]]]:
             raise FormatError(
                 f"line {number}: field 'i': expected a sample, 0 to {n - 1}, found {i}", path=path, code="metadata"
             )
-        if i in seen:
-            raise FormatError(f"lines {seen[i]} and {number}: both have sample {i}", path=path, code="duplicate-sample")
-        seen[i] = number
+        if i in line_numbers:
+            raise FormatError(
+                f"lines {line_numbers[i]} and {number}: both have sample {i}", path=path, code="duplicate-sample"
+            )
+        line_numbers[i] = number
         rows.append((i, number, line))
     return rows
 
 
 def _join(
-    made: dict[str, Any],
+    columns: dict[str, Any],
     rows: Sequence[tuple[int, int, dict[str, Any]]],
     n: int,
-    wanted: Callable[[str], bool],
+    is_selected: Callable[[str], bool],
     path: Location,
     *,
     complete: bool,
 ) -> None:
     """Adds the fields of lines as columns. Columns of arrays and of earlier files take precedence."""
-    arrays = set(made)
+    arrays = set(columns)
     for i, _, line in rows:
         if i >= n:
             continue
         for key, value in line.items():
             name = utf8(key)
-            if name != "i" and name not in arrays and wanted(name):
-                column = made.setdefault(name, [None] * n)
+            if name != "i" and name not in arrays and is_selected(name):
+                column = columns.setdefault(name, [None] * n)
                 if value is not None:
                     column[i] = value
     if complete and len(rows) < n:

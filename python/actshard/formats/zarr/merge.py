@@ -55,7 +55,7 @@ def _check_chunks(sources: Sequence[Path]) -> None:
 def _check(plan: Merge) -> None:
     if plan.options["physical"]:
         _check_chunks(plan.parts)
-    check_column_types(plan, [_columns(_opened(p)) for p in plan.parts])
+    check_column_types(plan, [_columns(_open_contents(p)) for p in plan.parts])
 
 
 def _manifest(stores: Sequence[Path]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def _manifest(stores: Sequence[Path]) -> dict[str, Any]:
         shards.append({"path": _shard(i), "n_samples": member.n, "start": start})
         start += member.n
     first = members[0]
-    known: dict[str, Any] = {
+    fields: dict[str, Any] = {
         k: first.metadata[k] for k in ("schema_version", "created_at", "model_id", "layers") if k in first.metadata
     }
     return {
@@ -78,7 +78,7 @@ def _manifest(stores: Sequence[Path]) -> dict[str, Any]:
         "hidden_size": first.width,
         "T_max": max(member.arrays[0].shape[2] for member in members),
         "dtype": str(first.arrays[0].dtype),
-        **known,
+        **fields,
         "shards": shards,
     }
 
@@ -98,7 +98,7 @@ def _shard(i: int) -> str:
 
 def _chunks(plan: Merge) -> list[tuple[Path, Path]]:
     """Chunk files, each with its target path: samples are renumbered by the number of samples in earlier stores."""
-    found = []
+    moves = []
     start = 0
     for path in plan.parts:
         member = Member(Location.at(path))
@@ -106,14 +106,14 @@ def _chunks(plan: Merge) -> list[tuple[Path, Path]]:
             first, _, rest = entry.name.partition(".")
             if first.isdigit() and int(first) < member.n:
                 target = plan.path / "arrays" / "activations" / f"{int(first) + start}.{rest}"
-                found.append((Path(entry.path), target))
+                moves.append((Path(entry.path), target))
         start += member.n
-    return found
+    return moves
 
 
 def _one_store(plan: Merge) -> Path:
     """Writes all small files again, for the chunks of all stores."""
-    stores = [_opened(p) for p in plan.parts]
+    stores = [_open_contents(p) for p in plan.parts]
     members = [Member(Location.at(p)) for p in plan.parts]
     lengths, tables = [], []
     start = 0
@@ -150,17 +150,17 @@ def _one_store(plan: Merge) -> Path:
 def _small_files(store: Path) -> tuple[list[str], int, int]:
     """Names and bytes of a store's small files, and the bytes of the files with values per example."""
     chunks = Path(Member(Location.at(store)).arrays[0].folder)
-    found = [
+    files = [
         (path := Path(folder, name), path.stat().st_size)
         for folder, _, names in os.walk(store)
         for name in names
         if name != RECORD and (Path(folder) != chunks or not name[0].isdigit())
     ]
-    columns = sum(size for path, size in found if path.name[0].isdigit() or path.suffix == ".jsonl")
-    return [path.relative_to(store).as_posix() for path, _ in found], sum(size for _, size in found), columns
+    columns = sum(size for path, size in files if path.name[0].isdigit() or path.suffix == ".jsonl")
+    return [path.relative_to(store).as_posix() for path, _ in files], sum(size for _, size in files), columns
 
 
-def _opened(path: Path) -> Contents:
+def _open_contents(path: Path) -> Contents:
     return open_store(Location.at(path), Options.of(path))
 
 
@@ -189,7 +189,7 @@ class ZarrMerger(Merger):
     def several(self, path: Path) -> bool:
         return not is_group(Location.at(path))
 
-    def predicted(self, parts: Sequence[tuple[int, int, int]], whole: tuple[int, int, int]) -> tuple[int, int]:
+    def predicted(self, parts: Sequence[tuple[int, int, int]], total: tuple[int, int, int]) -> tuple[int, int]:
         return sum(files for _, files, _ in parts) + 1, sum(
             size for _, _, size in parts
         )  # the stores unchanged, and a manifest

@@ -62,38 +62,38 @@ class ArrayMeta:
             FileAccessError: a folder cannot be listed, or a chunk's size cannot be read.
             UnsupportedError: the store cannot list names, and the grid has more than 64 chunk files.
         """
-        found: dict[tuple[int, ...], int] = {}
+        sizes: dict[tuple[int, ...], int] = {}
         dims = len(self.shape)
         if dims == 0:
             path = self.path_of(())
-            state = path.found() if path.lists else _asked(path)
+            state = path.found() if path.lists else _stat_of(path)
             return {} if state is None else {(): _size(path, state.kind, state.size)}
         if not self.folder.lists:
-            return self._asked_for()
+            return self._chunk_sizes()
         nested = self.separator == "/"
         folders: list[tuple[Location, tuple[int, ...]]] = [(self.chunks_in, ())]
         while folders:
-            folder, place = folders.pop()
+            folder, prefix = folders.pop()
             for entry in _entries(folder):
                 parts = [entry.name] if nested else entry.name.removeprefix(self.prefix).split(".")
                 if not all(_INDEX.fullmatch(part) for part in parts):
                     continue
-                at = (*place, *map(int, parts))
+                coords = (*prefix, *map(int, parts))
                 if entry.kind == "other" and (folder / entry.name).found() is None:
                     raise MissingFileError(
                         "expected a chunk, found a link that leads nowhere", path=folder / entry.name
                     )
-                if nested and len(at) < dims:
-                    folders.append((folder / entry.name, at))
-                elif len(at) == dims:
-                    found[at] = entry.size if entry.size is not None else _size(folder / entry.name, entry.kind, 0)
-        return found
+                if nested and len(coords) < dims:
+                    folders.append((folder / entry.name, coords))
+                elif len(coords) == dims:
+                    sizes[coords] = entry.size if entry.size is not None else _size(folder / entry.name, entry.kind, 0)
+        return sizes
 
     def stored(self) -> dict[tuple[int, ...], int]:
         """Like :meth:`chunk_files`, but only for chunks inside the grid. See :func:`stored`."""
         return stored([self])[0]
 
-    def _named(self) -> dict[tuple[int, ...], Location] | None:
+    def _chunk_paths(self) -> dict[tuple[int, ...], Location] | None:
         """All possible chunk files of a small remote array, to be requested by name; None if their folder must be listed."""
         item = 1 if self.dtype is None else self.dtype.itemsize
         count = math.prod(self.grid)
@@ -102,24 +102,24 @@ class ArrayMeta:
         )
         if not (few and self.folder.is_remote):
             return None
-        return {at: self.path_of(at) for at in itertools.product(*map(range, self.grid))}
+        return {coords: self.path_of(coords) for coords in itertools.product(*map(range, self.grid))}
 
     @property
     def grid(self) -> tuple[int, ...]:
         """Numbers of files (chunks, or shards) along the axes."""
         return tuple(-(-n // c) for n, c in zip(self.shape, self.outer, strict=True))
 
-    def _asked_for(self) -> dict[tuple[int, ...], int]:
+    def _chunk_sizes(self) -> dict[tuple[int, ...], int]:
         """Like :meth:`chunk_files`, for a store that cannot list names."""
         if math.prod(self.grid) > _ASKED_FOR:
             self.chunks_in.entries()  # raises an error with the reason
             raise UnsupportedError("names cannot be listed", path=self.chunks_in)
-        found = {}
-        for at in itertools.product(*map(range, self.grid)):
-            path = self.path_of(at)
-            if (state := _asked(path)) is not None:
-                found[at] = _size(path, state.kind, state.size)
-        return found
+        sizes = {}
+        for coords in itertools.product(*map(range, self.grid)):
+            path = self.path_of(coords)
+            if (state := _stat_of(path)) is not None:
+                sizes[coords] = _size(path, state.kind, state.size)
+        return sizes
 
     @property
     def chunks_in(self) -> Location:
@@ -127,10 +127,10 @@ class ArrayMeta:
         first = self.prefix.rstrip("/") if self.separator == "/" else ""
         return self.folder / first if first else self.folder
 
-    def path_of(self, place: tuple[int, ...]) -> Location:
+    def path_of(self, coords: tuple[int, ...]) -> Location:
         """Path of a chunk (shard) by grid position."""
         return self.folder / (
-            self.prefix + self.separator.join(map(str, place)) if place else (self.prefix.rstrip("./") or "0")
+            self.prefix + self.separator.join(map(str, coords)) if coords else (self.prefix.rstrip("./") or "0")
         )
 
     def attributes(self) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class ArrayMeta:
 
     def first_missing(self, present: Container[tuple[int, ...]]) -> tuple[int, ...] | None:
         """The first position of the grid that is not present. Visits at most one more than those present."""
-        return next((at for at in itertools.product(*map(range, self.grid)) if at not in present), None)
+        return next((coords for coords in itertools.product(*map(range, self.grid)) if coords not in present), None)
 
     def check_chunks(self, present: Container[tuple[int, ...]]) -> None:
         """Raises MissingFileError if the array is complete and a chunk of its grid is not present."""
@@ -158,10 +158,10 @@ class ArrayMeta:
         if missing is not None:
             raise self.missing_chunk(missing)
 
-    def missing_chunk(self, place: tuple[int, ...]) -> MissingFileError:
+    def missing_chunk(self, coords: tuple[int, ...]) -> MissingFileError:
         """The error of a complete array for a chunk without a file."""
         text = "expected a chunk, found nothing: its writer stores every chunk; restore the file"
-        return MissingFileError(text, path=self.path_of(place))
+        return MissingFileError(text, path=self.path_of(coords))
 
     def error(self, what: str, field: str | None = None) -> FormatError:
         """An error about the array's metadata or one field of them."""
@@ -192,27 +192,27 @@ def stored(arrays: Sequence[ArrayMeta]) -> list[dict[tuple[int, ...], int]]:
         MissingFileError, FormatError: a chunk does not exist, and the array is complete, or its metadata have disappeared or were
             replaced.
     """
-    named = [array._named() for array in arrays]
-    paths = [path for each in named if each for path in each.values()]
+    paths_by_array = [array._chunk_paths() for array in arrays]
+    paths = [path for array_paths in paths_by_array if array_paths for path in array_paths.values()]
     size = {
         path: None if data is None else len(data)
         for path, data in zip(paths, read_together(paths, 2 * _MOST_BYTES), strict=True)
     }
-    found = []
-    for array, names in zip(arrays, named, strict=True):
+    chunk_sizes = []
+    for array, names in zip(arrays, paths_by_array, strict=True):
         if names is None:
-            found.append(array.chunk_files())
-            array.check_chunks(found[-1])
+            chunk_sizes.append(array.chunk_files())
+            array.check_chunks(chunk_sizes[-1])
             continue
-        present = {at: n for at, path in names.items() if (n := size[path]) is not None}
+        present = {coords: n for coords, path in names.items() if (n := size[path]) is not None}
         if len(present) < len(names):
             array.metadata.check_still_there()
         array.check_chunks(present)
-        found.append(present)
-    return found
+        chunk_sizes.append(present)
+    return chunk_sizes
 
 
-def _asked(path: Location) -> Stat | None:
+def _stat_of(path: Location) -> Stat | None:
     """State of a chunk in a store that cannot list names; None if it does not exist.
 
     A refused request raises, and a missing chunk is requested twice: a restarting proxy may return a single 404, and fill values
@@ -248,7 +248,7 @@ def json_object(path: Location) -> dict[str, Any]:
 
 def json_mapping(value: dict[str, Any], name: str, path: Location) -> dict[str, Any]:
     """A field that must be an object; empty if absent."""
-    found = value.get(name, {})
-    if not isinstance(found, dict):
-        raise FormatError(f"field '{name}': expected an object, found {show(found)}", path=path, code="metadata")
-    return found
+    mapping = value.get(name, {})
+    if not isinstance(mapping, dict):
+        raise FormatError(f"field '{name}': expected an object, found {show(mapping)}", path=path, code="metadata")
+    return mapping

@@ -51,11 +51,11 @@ class PackageArray:
         except ImportError as error:
             raise MissingExtraError.of(f"reading this array ({why})", "zarr", meta.metadata) from error
 
-    def _array(self, given: Mapping[str, bytes]) -> Any:
-        """The array as an object of the package. ``given``: chunks that were read, by key."""
+    def _array(self, chunks: Mapping[str, bytes]) -> Any:
+        """The array as an object of the package. ``chunks``: chunks that were read, by key."""
         import zarr
 
-        files = _class_of_files()(self.meta, given)
+        files = _class_of_files()(self.meta, chunks)
         return zarr.open_array(files, mode="r", zarr_format=3 if files.metadata == "zarr.json" else 2)
 
     def chunk(self, indices: list[int]) -> bytes | None:
@@ -70,22 +70,22 @@ class PackageArray:
         meta = self.meta
         assert meta.dtype is not None
         path = meta.path_of(tuple(i * s // o for i, s, o in zip(indices, shape, meta.outer, strict=True)))
-        data = None if "sharding_indexed" in meta.codecs else self._encoded(path)
+        data = None if "sharding_indexed" in meta.codecs else self._read_encoded(path)
         if data is None and ("sharding_indexed" not in meta.codecs or not _is_file(path)):
             return None
-        whole = np.full(shape, meta.fill, meta.dtype)
+        chunk = np.full(shape, meta.fill, meta.dtype)
         where = tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(indices, shape, meta.shape, strict=True))
         try:
             array = self._array({} if data is None else {path.key: data})
-            whole[tuple(slice(0, s.stop - s.start) for s in where)] = array[where]
+            chunk[tuple(slice(0, s.stop - s.start) for s in where)] = array[where]
         except (ActshardError, MemoryError):
             raise
         except Exception as error:  # codecs raise any exception for damaged data
             code = "gzip" if isinstance(error, gzip.BadGzipFile) else None
             raise FormatError(f"the zarr package cannot decode this chunk: {error}", path=path, code=code) from error
-        return whole.tobytes()
+        return chunk.tobytes()
 
-    def _encoded(self, path: Location) -> bytes | None:
+    def _read_encoded(self, path: Location) -> bytes | None:
         """Reads a chunk; None if it does not exist.
 
         Raises:
@@ -120,10 +120,10 @@ def _is_file(path: Location) -> bool:
     Raises:
         NotAFileError: the path is a folder or a special file.
     """
-    found = path.found("read")
-    if found is not None and found.kind != "file":
+    stat = path.found("read")
+    if stat is not None and stat.kind != "file":
         raise NotAFileError("expected a regular file, a chunk, found a folder or a special file", path=path)
-    return found is not None
+    return stat is not None
 
 
 def _read(path: Location, limit: int) -> bytes | None:
@@ -150,9 +150,9 @@ def _class_of_files() -> Any:
 
         supports_writes = supports_deletes = supports_listing = False
 
-        def __init__(self, meta: ArrayMeta, given: Mapping[str, bytes]) -> None:
+        def __init__(self, meta: ArrayMeta, chunks: Mapping[str, bytes]) -> None:
             super().__init__(read_only=True)
-            self.meta, self.given = meta, given
+            self.meta, self.chunks = meta, chunks
             self.metadata = "zarr.json" if json.loads(meta.json).get("zarr_format") == 3 else ".zarray"
 
         def __eq__(self, other: object) -> bool:
@@ -171,7 +171,7 @@ def _class_of_files() -> Any:
             if key.startswith(".z") or key == "zarr.json":
                 return None
             path = self.meta.folder.joinpath(key)
-            data = self.given.get(path.key)
+            data = self.chunks.get(path.key)
             if data is None and not _is_file(path):
                 return None
             size = path.stat().size if data is None else len(data)
@@ -229,10 +229,10 @@ def _lzma_size(data: bytes, configuration: dict[str, Any], limit: int, path: Loc
         while data and size <= limit:
             decoder = lzma.LZMADecompressor(kind, memlimit=None if filters else 256 << 20, filters=filters)
             while not decoder.eof and size <= limit:
-                made = decoder.decompress(data, max_length=min(1 << 20, limit + 1 - size))
-                if not made and decoder.needs_input:
+                output = decoder.decompress(data, max_length=min(1 << 20, limit + 1 - size))
+                if not output and decoder.needs_input:
                     break
-                size, data = size + len(made), b""
+                size, data = size + len(output), b""
             data = decoder.unused_data
     except (lzma.LZMAError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise FormatError(f"the zarr package cannot decode this chunk: {error}", path=path) from error

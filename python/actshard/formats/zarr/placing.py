@@ -79,11 +79,11 @@ def place(columns: pa.Table, *, keys_are_arrays: bool) -> tuple[list[Placed], li
     texts: dict[str, dict[str, Any]] = {}
     for field, column in zip(columns.schema, columns.columns, strict=True):
         if field.name == KEY:
-            found = place_key(column) if keys_are_arrays else None
+            array = place_key(column) if keys_are_arrays else None
         else:
-            found = _number(field, column)
-        if found is not None:
-            arrays.append(found)
+            array = _number(field, column)
+        if array is not None:
+            arrays.append(array)
             continue
         column_name = "prompt" if field.name == own_text else field.name
         texts.setdefault(_LINES.get(column_name, _OTHERS), {})[column_name] = column

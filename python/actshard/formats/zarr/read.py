@@ -70,9 +70,9 @@ def detect(path: Location) -> Evidence:
         if _is_consolidated(path):
             return Evidence(True, looked_for, "a Zarr group with consolidated metadata")
         newer = (path / "zarr.json").kind() == "file"
-        found = next((node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node, newer)), None)
-        if found is not None:
-            return Evidence(True, looked_for, f"a Zarr group with {found}")
+        node_name = next((node for node in (ACTIVATIONS, PROMPT, RESPONSE) if _is_array(path / node, newer)), None)
+        if node_name is not None:
+            return Evidence(True, looked_for, f"a Zarr group with {node_name}")
         return Evidence(False, looked_for, "a Zarr group without these arrays", near=True)
     if _is_array(path):
         return Evidence(False, looked_for, "a single Zarr array; open the store that contains it", near=True)
@@ -105,8 +105,8 @@ def _is_consolidated(path: Location) -> bool:
         return False
     root = read_json(path / "zarr.json")
     consolidated = root.get("consolidated_metadata") if isinstance(root, dict) else None
-    listed = consolidated.get("metadata") if isinstance(consolidated, dict) else None
-    return isinstance(listed, dict) and any(node in listed for node in (ACTIVATIONS, PROMPT, RESPONSE))
+    entries = consolidated.get("metadata") if isinstance(consolidated, dict) else None
+    return isinstance(entries, dict) and any(node in entries for node in (ACTIVATIONS, PROMPT, RESPONSE))
 
 
 def _is_array(path: Location, newer: bool = False) -> bool:
@@ -145,7 +145,7 @@ def open(path: Location, options: Options) -> Contents:
     dtype = first.arrays[0].dtype
     numbers = iter(range(len(arrays)))
     lengths = [
-        m0 if all(isinstance(part, int) and part == m0 for part in parts) else _joined(parts, members)
+        m0 if all(isinstance(part, int) and part == m0 for part in parts) else _join_lengths(parts, members)
         for parts in zip(*(m.lengths for m in members), strict=True)
         for m0 in (parts[0],)
     ]
@@ -183,8 +183,8 @@ def open(path: Location, options: Options) -> Contents:
         rows=rows,
         column_names=_LaterNames(members) if path.is_remote else _column_names(members),
         columns=lambda names: _columns(path, members, names),
-        files=lambda: [a.path_of(at).place for a in arrays for at in a.chunk_files()],
-        columns_in=lambda: [each.place for member in members for each in member.columns_in()],
+        files=lambda: [a.path_of(coords).place for a in arrays for coords in a.chunk_files()],
+        columns_in=lambda: [location.place for member in members for location in member.columns_in()],
         model=None if model is None else utf8(model),
         provenance=_provenance(metadata, members, manifest),
         store_metadata=lambda: [(utf8(member.path.name), member.metadata) for member in members],
@@ -196,19 +196,19 @@ def open(path: Location, options: Options) -> Contents:
 def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
     remarks = [(member, remark) for member in members for remark in (*member.warnings, *member.missing_values())]
-    found = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
+    warnings = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
     if not members[0].path.lists:
-        found.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
+        warnings.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
     coded = sorted({a.how for m in members for a in m.arrays if a.how})
     if coded and decodes:
-        found.append(
+        warnings.append(
             Remark(
                 "layout",
                 f"chunks have to be decoded whole ({'; '.join(coded)}): right, but many times slower than plain chunks; "
                 "conversion to an uncompressed store makes reading fast",
             )
         )
-    return found
+    return warnings
 
 
 def _model(metadata: dict[str, Any]) -> str | None:
@@ -216,19 +216,23 @@ def _model(metadata: dict[str, Any]) -> str | None:
 
 
 def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: bool) -> dict[str, Any]:
-    known = ("schema_version", "dataset_name", "created_at", "git_commit")
-    made = {k: utf8(v) if isinstance(v, str) else v for k in known if (v := metadata.get(k)) is not None}
-    made |= {"zarr_format": members[0].version, "chunks": list(members[0].arrays[0].chunks)}
-    return made | ({"stores": len(members)} if len(members) > 1 or manifest else {})
+    provenance_fields = ("schema_version", "dataset_name", "created_at", "git_commit")
+    provenance = {
+        k: utf8(v) if isinstance(v, str) else v for k in provenance_fields if (v := metadata.get(k)) is not None
+    }
+    provenance |= {"zarr_format": members[0].version, "chunks": list(members[0].arrays[0].chunks)}
+    return provenance | ({"stores": len(members)} if len(members) > 1 or manifest else {})
 
 
 def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[Layer, ...]:
     """Layer names from the attribute ``layers``, which actshard writes; otherwise numbers from 0."""
-    candidates = [named for named in (metadata.get("layers"), member.metadata.get("layers")) if named is not None]
-    for named in candidates:
-        if isinstance(named, list) and len(named) == member.num_layers:
+    candidates = [
+        candidate for candidate in (metadata.get("layers"), member.metadata.get("layers")) if candidate is not None
+    ]
+    for candidate in candidates:
+        if isinstance(candidate, list) and len(candidate) == member.num_layers:
             with contextlib.suppress(ArgumentError):
-                names = checked(named)
+                names = checked(candidate)
                 if all(abs(x) < MAX_INT for x in names if isinstance(x, int)):
                     return names
     if candidates:
@@ -247,7 +251,7 @@ def members_of(path: Location) -> list[Location]:
     return [path] if is_group(path) else [m.path for m in stores_of(path)[0]]
 
 
-def _joined(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]) -> NDArray[np.uint32]:
+def _join_lengths(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[Member]) -> NDArray[np.uint32]:
     """Concatenates lengths per sample over all members."""
     return np.concatenate(
         [
@@ -342,11 +346,11 @@ class _LaterNames(Sequence[str]):
         return len(self._names)
 
     @overload
-    def __getitem__(self, at: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, at: slice) -> tuple[str, ...]: ...
-    def __getitem__(self, at: int | slice) -> str | tuple[str, ...]:
-        return self._names[at]
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        return self._names[index]
 
 
 def _column_names(members: Sequence[Member]) -> tuple[str, ...]:
@@ -357,12 +361,12 @@ def _column_names(members: Sequence[Member]) -> tuple[str, ...]:
 
 
 def _columns(path: Location, members: Sequence[Member], names: Sequence[str]) -> pa.Table:
-    asked = set(names)
+    requested_names = set(names)
     # Fields that occur only in later lines are not known in advance. A request for all known columns returns them, too.
-    every = asked >= set(_column_names(members))
-    parts = [m.columns(lambda name: every or name in asked) for m in members]
+    every = requested_names >= set(_column_names(members))
+    parts = [m.columns(lambda name: every or name in requested_names) for m in members]
     unknown = [name for name in names if not any(name in part for part in parts)]
-    known = {name for m in members for name in (*m.small, *m.text_names())}
-    if unknown and unknown[0] not in known:
-        raise NotStoredError(f"has no column {unknown[0]!r}; columns are {', '.join(sorted(known))}", path=path)
+    known_names = {name for m in members for name in (*m.small, *m.text_names())}
+    if unknown and unknown[0] not in known_names:
+        raise NotStoredError(f"has no column {unknown[0]!r}; columns are {', '.join(sorted(known_names))}", path=path)
     return table_of(names, [(part, m.n) for part, m in zip(parts, members, strict=True)])

@@ -55,7 +55,7 @@ class ZarrTarget(Target):
     """Writes ``arrays/activations``, then per-sample arrays, texts and metadata."""
 
     format: ClassVar[str] = "zarr"
-    own: ClassVar[Mapping[str, str]] = {
+    format_options: ClassVar[Mapping[str, str]] = {
         "chunk_tokens": "tokens per chunk, T_chunk (default: chunks of up to 1 MiB; version 3: with little padding)",
         "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
         "version": "of Zarr: 2 (default), a file per chunk; or 3, shards of many chunks, also of bfloat16",
@@ -72,9 +72,9 @@ class ZarrTarget(Target):
             raise ArgumentError(
                 "shard_bytes: not supported by Zarr stores of version 2; use chunk_tokens=, or version=3 (--option version=3)"
             )
-        if taken := sorted(set(OWN_ATTRIBUTES) & spec.metadata.keys()):
+        if conflicts := sorted(set(OWN_ATTRIBUTES) & spec.metadata.keys()):
             raise ArgumentError(
-                f"metadata: {taken[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
+                f"metadata: {conflicts[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
             )
         layers, chunk = len(spec.layers), positive(spec.options, "chunk_tokens", None)
         self.chunks: Chunks = (
@@ -264,13 +264,13 @@ def write_store(
         write_json(root / "zarr.json", {**group, "attributes": attributes, "consolidated_metadata": consolidated})
         return
     group = {"zarr_format": 2}
-    listed: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
+    entries: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
     for node, meta in arrays.items():
         make_folder(root / node)
         write_json(root / node / ".zarray", meta)
-        listed[f"{node}/.zarray"] = meta
+        entries[f"{node}/.zarray"] = meta
     write_json(root / "meta" / "config.json", attributes)
     write_json(root / "arrays" / ".zgroup", group)
-    write_json(root / ".zmetadata", {"metadata": listed, "zarr_consolidated_format": 1})
+    write_json(root / ".zmetadata", {"metadata": entries, "zarr_consolidated_format": 1})
     write_json(root / ".zattrs", attributes)
     write_json(root / ".zgroup", group)
