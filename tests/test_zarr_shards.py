@@ -304,3 +304,19 @@ def test_a_column_with_the_name_of_a_file_of_metadata_is_kept(tmp_path: Path) ->
     with actshard.create(tmp_path / "a", "zarr", layers=[0], d_model=4, version=3) as writer:
         writer.append(np.ones((2, 1, 3, 4), np.float32), columns={"zarr.json": [1, 2]})
     assert actshard.open(tmp_path / "a").table["zarr.json"].to_pylist() == [1, 2]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_files_beside_chunks_are_kept_when_a_writer_resumes(tmp_path: Path, version: int) -> None:
+    root = tmp_path / "a"
+    writer = actshard.create(root, "zarr", layers=LAYERS, d_model=WIDTH, version=version)
+    writer.append(examples([3, 2]))
+    writer.abort()
+    folder = root / "arrays" / "activations"
+    notes = [folder / name for name in ("9.notes.txt", "09.0.0.0", "c.00.0.0.0", "c.7.notes.0.0")]
+    for note in notes:
+        note.write_text("kept")
+    with actshard.create(root, "zarr", layers=LAYERS, d_model=WIDTH, version=version, resume=True) as writer:
+        writer.append(examples([4]))
+    assert [note.read_text() for note in notes] == ["kept"] * len(notes)
+    assert actshard.open(root).token_counts.tolist() == [3, 2, 4]

@@ -11,6 +11,7 @@ Source: Zarr core specification 3.0, and the codec "sharding_indexed" (Zarr enha
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,10 @@ Put = Callable[
     [Sequence[NDArray[np.uint8]], Sequence[tuple[Path, int]], Sequence[tuple[int, int, int, int, int]]], None
 ]
 """The type of :meth:`Target.put`, for a few pieces."""
+
+
+_CHUNK = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)\.0", re.ASCII)
+"""The names that a writer gives its chunks. Other files beside them, such as ``9.notes.txt``, are not its own."""
 
 
 class Chunks(ABC):
@@ -147,9 +152,9 @@ class PlainChunks(Chunks):
     def forget(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int) -> None:
         if folder.is_dir():
             with os.scandir(folder) as entries:
-                samples = ((e.name.split(".", 1)[0], e.path) for e in entries)
-                late = [path for sample, path in samples if sample.isdecimal() and int(sample) >= len(lengths)]
-            for path in late:
+                matches = ((_CHUNK.fullmatch(e.name), e.path) for e in entries)
+                late_chunks = [path for match, path in matches if match is not None and int(match[1]) >= len(lengths)]
+            for path in late_chunks:
                 Path(path).unlink()
 
     def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
@@ -328,8 +333,7 @@ class ShardedChunks(Chunks):
 
 def is_shard(name: str) -> bool:
     """Whether a file has the name of a shard."""
-    prefix, *places = name.split(".")
-    return prefix == "c" and len(places) == 4 and all(number.isdecimal() for number in places)
+    return name.startswith("c.") and _CHUNK.fullmatch(name[2:]) is not None
 
 
 def _longest_chunk(lengths: NDArray[np.int64], row_bytes: int) -> int:
