@@ -278,7 +278,9 @@ fn is_known(provider: Provider, name: &str) -> bool {
 
 fn unknown(provider: Provider, key: &str) -> Error {
     let own = KNOWN.iter().filter(|(of, _)| *of == provider).flat_map(|(_, names)| names.iter());
-    let mut near: Vec<(usize, &str)> = own.chain(LIMITS).map(|name| (distance(key, name), *name)).collect();
+    // Of a name or of one of its words: "tokem" is near to "bearer_token".
+    let edits = |name: &str| name.split('_').map(|word| distance(key, word)).chain([distance(key, name)]).min();
+    let mut near: Vec<_> = own.chain(LIMITS).map(|name| (edits(name), *name)).collect();
     near.sort_unstable();
     let near: Vec<&str> = near.into_iter().take(3).map(|(_, name)| name).collect();
     refused(key, &format!("unknown option; the most similar options are {}", near.join(", ")))
