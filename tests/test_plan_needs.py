@@ -57,7 +57,7 @@ def reads(plan: Any, folder: Path, *, fresh: bool) -> int:
             if fresh:
                 vars(plan).pop("implementation", None)
                 verb = plan.implementation
-                verb._request(plan) if hasattr(verb, "_request") else verb.opened(plan)
+                verb._open(plan) if hasattr(verb, "_open") else verb.opened(plan)
             here = counted()
             mine = counted() - here
             before = counted()

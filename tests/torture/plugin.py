@@ -28,7 +28,7 @@ class FlatTarget(Target):
     """Appends to one file; the list of examples comes last."""
 
     format: ClassVar[str] = "flat"
-    own: ClassVar[Mapping[str, str]] = {}
+    format_options: ClassVar[Mapping[str, str]] = {}
     makes: ClassVar[tuple[str, ...]] = ("rows.f32", "flat.json")
     takes_shard_bytes = False
 

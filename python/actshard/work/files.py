@@ -244,7 +244,7 @@ def rename(source: Path, target: Path) -> None:
 
     Raises ExistsError if both exist, and the target is another program's; see :func:`recorded_files`.
     """
-    if source != target and source.exists():
+    if _recorded.get() is not None and source != target and source.exists():
         refuse_other(target)
     record_files([target])
     try:

@@ -44,7 +44,7 @@ Put = Callable[
 
 
 _CHUNK = re.compile(r"(0|[1-9]\d*)\.(0|[1-9]\d*)\.(0|[1-9]\d*)\.0", re.ASCII)
-"""The names that a writer gives its chunks. Other files beside them, such as ``9.notes.txt``, are not its own."""
+"""The names that a writer gives its chunks. Other files in their folder, such as ``9.notes.txt``, are not its own."""
 
 
 class Chunks(ABC):

@@ -33,7 +33,7 @@ _WITH_KEY = (_LINES["prompt"], _LINES["response"])
 _NARROW: dict[str, Any] = {"prompt_len": np.int32, "response_len": np.int32, "hallu_label": np.int8, "split": np.int8}
 """Dtypes from the published text, used where values fit."""
 _TAKEN = frozenset(node.removeprefix("arrays/") for node in (ACTIVATIONS, PROMPT, RESPONSE)) | {"seq_len", "zarr.json"}
-"""Names of arrays that readers interpret as rows or lengths, and of a file beside them."""
+"""Names of arrays that readers interpret as rows or lengths, and of a file in their folder."""
 _LONGEST_NAME = 200
 """Longest folder name in bytes; file systems allow 255."""
 _AT_ONCE = 16_384
