@@ -76,21 +76,25 @@ impl ParquetFooterObject {
 
     /// The leaves of the schema, in order; a new list.
     #[getter]
-    fn leaves(&self) -> Vec<ParquetLeafObject> {
-        let leaf = |leaf: &parquet::ParquetLeaf| ParquetLeafObject {
-            path: leaf.path.clone(),
-            physical_type: leaf.physical_type,
-            max_repetition_level: leaf.max_repetition_level,
-        };
-        self.inner.leaves.iter().map(leaf).collect()
+    fn leaves(&self, py: Python<'_>) -> PyResult<Vec<ParquetLeafObject>> {
+        detach::guarded(py, || {
+            let leaf = |leaf: &parquet::ParquetLeaf| ParquetLeafObject {
+                path: leaf.path.clone(),
+                physical_type: leaf.physical_type,
+                max_repetition_level: leaf.max_repetition_level,
+            };
+            Ok(self.inner.leaves.iter().map(leaf).collect())
+        })
     }
 
     /// A row group.
     fn group(&self, py: Python<'_>, number: usize) -> PyResult<ParquetGroupObject> {
-        if number >= self.inner.groups.len() {
-            return Err(no_such(py, "row group", number, self.inner.groups.len()));
-        }
-        Ok(ParquetGroupObject { footer: Arc::clone(&self.inner), number })
+        detach::guarded(py, || {
+            if number >= self.inner.groups.len() {
+                return Err(no_such(py, "row group", number, self.inner.groups.len()));
+            }
+            Ok(ParquetGroupObject { footer: Arc::clone(&self.inner), number })
+        })
     }
 }
 
@@ -110,16 +114,18 @@ impl ParquetGroupObject {
 
     /// The values of a leaf.
     fn column(&self, py: Python<'_>, leaf: usize) -> PyResult<ParquetChunkObject> {
-        let columns = &self.group().columns;
-        let chunk = columns.get(leaf).ok_or_else(|| no_such(py, "column", leaf, columns.len()))?;
-        Ok(ParquetChunkObject {
-            num_values: chunk.num_values,
-            data_page_offset: chunk.data_page_offset,
-            dictionary_page_offset: chunk.dictionary_page_offset,
-            total_compressed_size: chunk.total_compressed_size,
-            total_uncompressed_size: chunk.total_uncompressed_size,
-            codec: chunk.codec,
-            range: chunk.range.map(|range| (range.minimum, range.maximum, range.null_count)),
+        detach::guarded(py, || {
+            let columns = &self.group().columns;
+            let chunk = columns.get(leaf).ok_or_else(|| no_such(py, "column", leaf, columns.len()))?;
+            Ok(ParquetChunkObject {
+                num_values: chunk.num_values,
+                data_page_offset: chunk.data_page_offset,
+                dictionary_page_offset: chunk.dictionary_page_offset,
+                total_compressed_size: chunk.total_compressed_size,
+                total_uncompressed_size: chunk.total_uncompressed_size,
+                codec: chunk.codec,
+                range: chunk.range.map(|range| (range.minimum, range.maximum, range.null_count)),
+            })
         })
     }
 
