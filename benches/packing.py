@@ -90,8 +90,8 @@ def exponents(level: int, dtype: str, item: int) -> Way:
         rest = words & low | words >> sign << shift
         packed = codec.compress(plane, asbytes=True)
         # Stored in whole words here, and counted as bits: unpacking odd widths is not what is timed.
-        kept = rest.astype(np.uint8) if rest_bits <= 8 else rest
-        return (packed, kept), len(packed) + -(-len(words) * rest_bits // 8)
+        mantissas = rest.astype(np.uint8) if rest_bits <= 8 else rest
+        return (packed, mantissas), len(packed) + -(-len(words) * rest_bits // 8)
 
     def unpack(packed: Any, size: int) -> Bytes:
         plane = np.frombuffer(codec.decompress(packed[0], size // item), np.uint8).astype(word)
@@ -184,17 +184,17 @@ def bound(rows: NDArray[Any], dtype: str) -> float:
 def measure(way: Way, blocks: list[Bytes]) -> tuple[float, float, float]:
     """Ratio, and bytes of rows per second of packing and unpacking. Raises AssertionError unless all bits return."""
     size = sum(block.size for block in blocks)
-    begun = time.process_time()
+    start_time = time.process_time()
     packed = [way.pack(block) for block in blocks]
-    packing = time.process_time() - begun
+    packing = time.process_time() - start_time
     for (contents, _), block in zip(packed, blocks, strict=True):
         assert np.array_equal(way.unpack(contents, block.size), block), f"{way.name}: other bits"
     seconds = []
     for _ in range(9):
-        begun = time.process_time()
+        start_time = time.process_time()
         for (contents, _), block in zip(packed, blocks, strict=True):
             way.unpack(contents, block.size)
-        seconds.append(time.process_time() - begun)
+        seconds.append(time.process_time() - start_time)
     return sum(count for _, count in packed) / size, size / packing, size / statistics.median(seconds)
 
 

@@ -79,10 +79,10 @@ def main(use: str, file: Path, places: list[tuple[int, int]]) -> None:
     """Tries all places."""
     warnings.simplefilter("ignore")
     np.seterr(all="ignore")  # changed values may overflow
-    whole = file.read_bytes()
+    contents = file.read_bytes()
     for offset, mask in places:
         print(use, offset, hex(mask), flush=True)
-        changed = bytearray(whole)
+        changed = bytearray(contents)
         changed[offset] ^= mask
         file.unlink()
         file.write_bytes(changed)

@@ -37,12 +37,12 @@ def values(store: actshard.Store, layer: int = 0) -> list[list[float]]:
 
 def ways(source: Any, folder: Path, format: str, **options: Any) -> list[tuple[actshard.Store, list[str]]]:
     """The result and the losses of the verb, and of a plan of two tasks."""
-    done = actshard.convert(source, folder / "verb", format, **options)
+    conversion = actshard.convert(source, folder / "verb", format, **options)
     plan = actshard.plan.convert(source, folder / "plan", format, tasks=2, **options)
     for task in range(len(plan)):
         plan.run(task)
     planned = plan.commit()
-    pairs = ((done.path, done.losses), (planned.path, planned.losses))
+    pairs = ((conversion.path, conversion.losses), (planned.path, planned.losses))
     return [(actshard.open(path), [str(loss) for loss in losses]) for path, losses in pairs]
 
 
@@ -79,8 +79,8 @@ def test_the_label_of_a_last_token_is_its_own(tmp_path: Path, format: str, speci
     labels = np.where(numbers <= content, numbers, 99).astype(np.uint8)
     source = dataset(tmp_path / "source", "saev", lengths, labels=labels, cls_token=bool(special))
     for store, _ in ways(source, tmp_path, format, tokens="last"):
-        kept = store.table["patch_labels"].to_pylist() if store.labels is None else store.labels.tolist()
-        assert kept == [[n - special] for n in lengths]
+        stored_labels = store.table["patch_labels"].to_pylist() if store.labels is None else store.labels.tolist()
+        assert stored_labels == [[n - special] for n in lengths]
         assert values(store) == [[n] for n in lengths]
 
 
@@ -91,8 +91,8 @@ def test_an_example_without_a_last_token_is_named_with_a_remedy(tmp_path: Path, 
         actshard.ArgumentError, match=r"example 1: .* found 0: an example without tokens .* examples= leaves"
     ):
         actshard.convert(source, tmp_path / "out", format, tokens="last")
-    done = actshard.convert(source, tmp_path / "out", format, tokens="last", examples=[0, 2])
-    assert values(actshard.open(done.path)) == [[2], [1]]
+    conversion = actshard.convert(source, tmp_path / "out", format, tokens="last", examples=[0, 2])
+    assert values(actshard.open(conversion.path)) == [[2], [1]]
 
 
 def test_last_tokens_of_a_padded_dump_come_first_in_a_longer_one(tmp_path: Path) -> None:
@@ -106,20 +106,20 @@ def test_last_tokens_of_a_padded_dump_come_first_in_a_longer_one(tmp_path: Path)
 
 def test_what_only_some_parts_of_a_join_have_is_a_loss(tmp_path: Path) -> None:
     rows = np.ones((2, 1, 2, 4), np.float32)
-    more = {
+    tensors = {
         "logits": (np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(6).reshape(2, 3)),
         "router": {0: np.ones((2, 2), np.float32)},
     }
-    for name, held in (("a", more), ("b", {})):
+    for name, part_tensors in (("a", tensors), ("b", {})):
         with actshard.create(tmp_path / name, "lmprobe", layers=[0], d_model=4) as writer:
-            writer.append(rows, columns={"text": [f"{name}0", f"{name}1"]}, **held)
+            writer.append(rows, columns={"text": [f"{name}0", f"{name}1"]}, **part_tensors)
     for _, losses in ways([tmp_path / "a", tmp_path / "b"], tmp_path, "npy"):
         assert [loss.partition(":")[0] for loss in losses] == ["logits", "router"]
     parts = [tmp_path / "a", tmp_path / "b"]
     assert not actshard.convert(parts, tmp_path / "of_b", "npy", examples=[2, 3]).losses
     labelled = dataset(tmp_path / "l", "saev", labels=np.ones((4, 5), np.uint8))
-    done = actshard.convert([labelled, dataset(tmp_path / "u", "saev")], tmp_path / "labels", "npy")
-    assert [loss.what for loss in done.losses] == ["labels"]
+    conversion = actshard.convert([labelled, dataset(tmp_path / "u", "saev")], tmp_path / "labels", "npy")
+    assert [loss.what for loss in conversion.losses] == ["labels"]
 
 
 @pytest.mark.parametrize("parts", [("pickle", "npy"), ("npy", "npy"), ("npy",)])
@@ -141,8 +141,8 @@ def test_token_ids_that_come_late_are_cut_with_their_rows(tmp_path: Path, parts:
     for store, losses in ways(sources if len(sources) > 1 else sources[0], tmp_path, "npy", tokens="last"):
         assert store.table["input_ids"].to_pylist()[-4:] == [[n] for n in LENGTHS]
         assert store.table["rgb"].to_pylist()[-4:] == [[7, 8, 9]] * 4
-        told = any(loss.endswith("as long as the examples: rgb") for loss in losses)
-        assert told == (len(parts) == 1), "a list of which the examined examples have no value may be of tokens"
+        is_announced = any(loss.endswith("as long as the examples: rgb") for loss in losses)
+        assert is_announced == (len(parts) == 1), "a list of which the examined examples have no value may be of tokens"
 
 
 def test_a_vector_of_one_part_is_not_cut_because_another_part_is_shorter(tmp_path: Path) -> None:
@@ -165,12 +165,12 @@ def test_router_tensors_follow_their_layers(tmp_path: Path, format: str, layers:
     for number, source in enumerate(sources):
         (tmp_path / f"to{number}").mkdir()
         for store, losses in ways(source, tmp_path / f"to{number}", format, layers=layers):
-            for old, new in names.items():
-                assert values(store, new) == [[old, old]] * 2
+            for old, new_name in names.items():
+                assert values(store, new_name) == [[old, old]] * 2
                 if format == "lmprobe":
-                    assert store.router(new)[0].tolist() == [old, old]
+                    assert store.router(new_name)[0].tolist() == [old, old]
                 else:
-                    assert store.table[f"router_layer_{new}"].to_pylist() == [[old, old]] * 2
+                    assert store.table[f"router_layer_{new_name}"].to_pylist() == [[old, old]] * 2
             assert any("another layer gets that name" in loss for loss in losses) == (layers == {2: 3})
 
 

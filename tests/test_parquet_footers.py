@@ -171,9 +171,9 @@ USES = (
 def try_places(use: str, path: Path, places: list[tuple[int, int]]) -> None:
     """Tries a use with each changed byte, in a process, which must not die."""
     command = [sys.executable, "-m", "tests.parquet_flips", use, str(path), json.dumps(places)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, cwd=ROOT)
-    tried = done.stdout.splitlines()
-    assert done.returncode == 0, f"return code {done.returncode} at {tried[-1:]}: {done.stderr[-2000:]}"
+    process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, cwd=ROOT)
+    tried = process.stdout.splitlines()
+    assert process.returncode == 0, f"return code {process.returncode} at {tried[-1:]}: {process.stderr[-2000:]}"
     assert len(tried) == len(places)
 
 

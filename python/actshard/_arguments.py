@@ -107,7 +107,7 @@ def as_array(value: Any, expected: str) -> NDArray[Any]:
 def count_masked(value: Any) -> int:
     """Counts the masked values of a masked array, or of nested lists of arrays."""
     if isinstance(value, np.ma.MaskedArray):
-        return int(np.ma.count_masked(value))  # type: ignore[no-untyped-call]
+        return int(np.count_nonzero(value.mask))
     if not isinstance(value, list | tuple) or set(map(type, value)) <= {int, float}:
         return 0
     return sum(count_masked(item) for item in value if isinstance(item, list | tuple | np.ma.MaskedArray))

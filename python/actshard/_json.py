@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -61,9 +62,9 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
-            earlier_keys: set[str] = set()
-            twice = next(key for key, _ in pairs if key in earlier_keys or earlier_keys.add(key))  # type: ignore[func-returns-value]
-            raise FormatError(f"field '{twice}': appears twice", path=path, code="metadata")
+            counts = Counter(key for key, _ in pairs)
+            repeated_key = next(key for key, count in counts.items() if count > 1)
+            raise FormatError(f"field '{repeated_key}': appears twice", path=path, code="metadata")
         return fields
 
     def no_constant(word: str) -> Any:

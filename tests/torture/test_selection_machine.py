@@ -88,9 +88,9 @@ def differences(
     is_last = options.get("tokens") == "last"
     faults = []
     for number, example in enumerate(ids.tolist()):
-        for old, new in names.items():
+        for old, new_name in names.items():
             expected = rows[example][layers.index(old)][-1 if is_last else 0 :]
-            stored = store.sequence(number, new)
+            stored = store.sequence(number, new_name)
             if store.content_lengths is not None:
                 stored = stored[: store.content_lengths[number]]
             if options.get("truncate"):
@@ -98,7 +98,7 @@ def differences(
             if not len(expected) and store.format == "lmprobe":
                 continue  # an announced loss
             if not np.array_equal(stored, expected):
-                faults.append(f"rows of example {number}, layer {new}")
+                faults.append(f"rows of example {number}, layer {new_name}")
     table = store.table
     for name in ("id", "weight", "input_ids", "position"):
         stored_values = table[name].to_pylist() if name in table.column_names else [None] * len(ids)
@@ -141,12 +141,16 @@ def test_selected_rows_and_columns_are_those_that_were_written(number: int, tmp_
         if format == "saev":
             options["pad" if choices.random() < 0.5 else "truncate"] = True
         try:
-            done = actshard.convert(store, tmp_path / "out", format, **options)
+            conversion = actshard.convert(store, tmp_path / "out", format, **options)
         except actshard.ActshardError:
             return  # refused, in words that other tests check
-        told = [loss for loss in done.losses if "not cut to the tokens" in loss.detail]
-        result = actshard.open(done.path)
+        announced_losses = [loss for loss in conversion.losses if "not cut to the tokens" in loss.detail]
+        result = actshard.open(conversion.path)
         faults = differences(result, written, ids, {**options, "of": layers}, names)
-        faults = [fault for fault in faults if not any(fault.split(":")[0].split()[-1] in loss.detail for loss in told)]
-        assert not faults, (faults, [str(loss) for loss in done.losses])
-        assert actshard.verify(done.path, deep=True).ok
+        faults = [
+            fault
+            for fault in faults
+            if not any(fault.split(":")[0].split()[-1] in loss.detail for loss in announced_losses)
+        ]
+        assert not faults, (faults, [str(loss) for loss in conversion.losses])
+        assert actshard.verify(conversion.path, deep=True).ok
