@@ -724,6 +724,16 @@ impl TokenArray {
         is_doubtful
     }
 
+    /// Whether elements are stored as they are, not encoded.
+    pub fn is_plain(&self, held: &mut HeldFile, start: u64, n: usize) -> bool {
+        let mut is_plain = true;
+        let pieces = self.pieces(held, start, n, &mut |shard, piece, _| {
+            is_plain &= shard.is_plain(piece.chunk);
+            Ok(())
+        });
+        is_plain && pieces.is_ok()
+    }
+
     /// Starts reading the data of a range into the page cache. A hint: its errors are reported when the range is read.
     pub fn will_need(&self, held: &mut HeldFile, start: u64, n: usize) {
         self.each_unit(held, start, n, &mut |source, range| {

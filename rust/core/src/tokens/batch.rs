@@ -10,8 +10,10 @@ use super::jagged::{Cursor, ElementRange, Field};
 use crate::error::{Error, Kind, Result};
 use crate::threads::{self, Stop, Watch};
 
-/// Smaller batches are filled by one thread.
-const SHARED_FROM: usize = 64 << 10;
+/// Elements of the smallest batch that several threads fill: where ranges are decoded or fetched, and where they are only copied.
+/// To wake a thread and wait for it takes as long as to copy some megabytes, on a busy machine.
+const DECODED_FROM: usize = 64 << 10;
+const COPIED_FROM: usize = 2 << 20;
 
 /// Memory of a batch: `length` elements per example in each array.
 #[derive(Debug)]
@@ -84,6 +86,7 @@ fn in_order<T: Send>(
     mut items: Vec<T>,
     elements: usize,
     place: impl Fn(&T) -> u64 + Sync,
+    shared_from: usize,
     (ahead, stage): (Option<&Field>, Option<StageItems<'_, T>>),
     work: &(dyn Fn(&mut T, &mut Cursors) -> Result<()> + Sync),
     watch: Watch<'_>,
@@ -100,7 +103,7 @@ fn in_order<T: Send>(
         rest = others;
         let fetched = stage.map(|_| Arc::new(fetched));
         let mine = elements as u128 * some.len() as u128 / count as u128;
-        let shared = mine >= SHARED_FROM as u128 && threads::are_free();
+        let shared = mine >= shared_from as u128 && threads::are_free();
         let parts = if shared { threads::num_threads() * 4 } else { 1 };
         let per_part = some.len().div_ceil(parts.min(some.len()).max(1)).max(1);
         let one = |_: usize, chunk: &mut [T], stop: &Stop| {
@@ -130,18 +133,22 @@ impl Cursors {
 const SAMPLES: usize = 2;
 
 /// Sends read-ahead hints for all ranges if some are not cached. A hint costs as much as copying a window, so a sample of the
-/// ranges is checked first.
-fn hint<'a>(field: &Field, ranges: impl ExactSizeIterator<Item = (u64, usize)> + Clone + 'a) {
+/// ranges is checked first. Returns the elements from which several threads are worth it.
+fn hint<'a>(field: &Field, ranges: impl ExactSizeIterator<Item = (u64, usize)> + Clone + 'a) -> usize {
     if field.wishes().is_some() {
-        return;
+        return DECODED_FROM;
     }
     let mut cursor = Cursor::default();
     let step = ranges.len().div_ceil(SAMPLES).max(1);
-    if ranges.clone().step_by(step).any(|(start, n)| field.is_doubtful(&mut cursor, start, n)) {
+    let mut sample = ranges.clone().step_by(step);
+    if sample.any(|(start, n)| field.is_doubtful(&mut cursor, start, n)) {
         for (start, n) in ranges {
             field.will_need(&mut cursor, start, n);
         }
+        return DECODED_FROM;
     }
+    let is_plain = ranges.step_by(step).all(|(start, n)| field.is_plain(&mut cursor, start, n));
+    if is_plain { COPIED_FROM } else { DECODED_FROM }
 }
 
 /// Examples that begin at `starts`, regardless of documents; `eos` ends a document in the segment ids.
@@ -159,7 +166,7 @@ pub fn windows(
     if examples.len() != starts.len() {
         return Err(Error::new(Kind::Internal, "expected one start per example"));
     }
-    hint(field, starts.iter().map(|s| (*s, length)));
+    let shared_from = hint(field, starts.iter().map(|s| (*s, length)));
     let with_weights = examples.iter().any(|example| example.weights.is_some());
     let fill = |example: &mut Example<'_>, scratch: &mut Cursors| {
         let start = starts[example.number];
@@ -193,7 +200,7 @@ pub fn windows(
         }
     };
     let stage: StageItems<'_, _> = &stage;
-    in_order(examples, elements, |e| starts[e.number], (Some(field), wishes.map(|_| stage)), &fill, watch)
+    in_order(examples, elements, |e| starts[e.number], shared_from, (Some(field), wishes.map(|_| stage)), &fill, watch)
 }
 
 /// How packs become examples.
@@ -246,7 +253,7 @@ pub fn packed(packing: Packing<'_>, packs: &[[u64; 2]], batch: TokenBatch<'_>, w
         Ok(taken)
     };
     let stage: StageItems<'_, _> = &stage;
-    in_order(examples, elements, |e| packs[e.number][0], (None, wishes.map(|_| stage)), &fill, watch)
+    in_order(examples, elements, |e| packs[e.number][0], DECODED_FROM, (None, wishes.map(|_| stage)), &fill, watch)
 }
 
 /// The start and length of an example's range in a field.
@@ -321,7 +328,7 @@ pub fn ranges(field: &Field, ranges: &[ElementRange], out: &mut [u8], watch: Wat
         items.push((*range, mine));
         rest = others;
     }
-    hint(field, ranges.iter().map(|r| (r.start, r.len())));
+    let shared_from = hint(field, ranges.iter().map(|r| (r.start, r.len())));
     let elements = ranges.iter().map(ElementRange::len).sum();
     let fill = |item: &mut (ElementRange, &mut [u8]), scratch: &mut Cursors| {
         field.copy(&mut scratch.tokens, item.0.start, item.1)
@@ -332,7 +339,7 @@ pub fn ranges(field: &Field, ranges: &[ElementRange], out: &mut [u8], watch: Wat
         wishes.as_ref().map_or(Ok(items.len()), |wishes| field.stage(&needed, wishes, staged, watch))
     };
     let stage: StageItems<'_, _> = &stage;
-    in_order(items, elements, |i| i.0.start, (Some(field), wishes.map(|_| stage)), &fill, watch)
+    in_order(items, elements, |i| i.0.start, shared_from, (Some(field), wishes.map(|_| stage)), &fill, watch)
 }
 
 /// The ranges of rows, in the given order.
@@ -354,7 +361,7 @@ pub fn row_ranges(field: &Field, rows: &[u64], watch: Watch<'_>) -> Result<Vec<E
         field.stage_bounds(&needed, &wishes, staged, watch)
     };
     let stage: StageItems<'_, _> = &stage;
-    in_order(items, rows.len(), |item| item.0, (None, Some(stage)), &fill, watch)?;
+    in_order(items, rows.len(), |item| item.0, DECODED_FROM, (None, Some(stage)), &fill, watch)?;
     Ok(made)
 }
 
@@ -394,7 +401,7 @@ pub fn bounds_into(
         field.stage_bounds(&needed, &wishes, staged, watch)
     };
     let stage: StageItems<'_, _> = &stage;
-    in_order(items, n, |item| item.0, (None, Some(stage)), &fill, watch)
+    in_order(items, n, |item| item.0, DECODED_FROM, (None, Some(stage)), &fill, watch)
 }
 
 /// Writes the lengths of the runs of equal segment ids in each example, padding included, and their number; each example has

@@ -505,6 +505,16 @@ impl Field {
         is_doubtful
     }
 
+    /// Whether these elements are stored as they are; see [`TokenArray::is_plain`].
+    pub fn is_plain(&self, cursor: &mut Cursor, start: u64, n: usize) -> bool {
+        let mut is_plain = true;
+        let parts = self.each_part(&mut cursor.data, start, n, &mut |data, held, from, n, _| {
+            is_plain &= data.is_plain(held, from, n);
+            Ok(())
+        });
+        is_plain && parts.is_ok()
+    }
+
     /// Starts reading the data of these elements, unless it is cached. A hint.
     pub fn will_need(&self, cursor: &mut Cursor, start: u64, n: usize) {
         let _ = self.each_part(&mut cursor.data, start, n, &mut |data, held, from, n, _| {
