@@ -325,6 +325,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(write::count_overflows, m)?)?;
     m.add_function(wrap_pyfunction!(write::hash_rows, m)?)?;
     m.add_function(wrap_pyfunction!(write::encode_shard_index, m)?)?;
+    m.add_function(wrap_pyfunction!(write::pack_chunks, m)?)?;
     m.add_class::<tokens::BlockCache>()?;
     m.add_class::<tokens::TokenField>()?;
     m.add_class::<tokens::write::TokenFieldWriter>()?;
