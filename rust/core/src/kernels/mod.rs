@@ -15,6 +15,7 @@ mod avx512;
 mod avx512_scaled;
 mod codes;
 mod instructions;
+pub mod planes;
 pub mod portable;
 pub mod quantise;
 pub mod scaled;
