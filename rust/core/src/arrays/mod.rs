@@ -21,4 +21,5 @@ pub mod index;
 pub mod key;
 pub mod meta;
 pub mod naming;
+mod packed;
 mod zstandard;
