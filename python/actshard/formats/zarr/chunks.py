@@ -370,10 +370,12 @@ class ShardedChunks(Chunks):
     def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
         samples, slots = self._final(lengths)
         inner = (1, 1, self.tokens, shape[3])
-        return array_meta(3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner, self.codecs(dtype))
+        return array_meta(
+            3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner, self.codecs(dtype, shape[3])
+        )
 
-    def codecs(self, dtype: np.dtype[Any]) -> list[Codec]:
-        """Codecs of inner chunks, in the words of the metadata."""
+    def codecs(self, dtype: np.dtype[Any], width: int) -> list[Codec]:
+        """Codecs of inner chunks of rows of ``width`` elements, in the words of the metadata."""
         return [plain_codec(dtype)]
 
     def estimate(self, lengths: NDArray[np.int64], row_bytes: int) -> tuple[int, int]:
