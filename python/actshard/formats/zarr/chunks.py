@@ -63,6 +63,8 @@ class Chunks(ABC):
     dtypes: ClassVar[tuple[str, ...]]
     keys_are_arrays: ClassVar[bool]
     """Whether the version has a standard dtype for bytes of a fixed length."""
+    needs_all_lengths: ClassVar[bool]
+    """Whether :meth:`choose` takes the lengths of all examples, where they are known, in place of those of the first block."""
 
     def __init__(self, layers: int, chunk: int | None) -> None:
         self.layers = layers
@@ -139,6 +141,7 @@ class PlainChunks(Chunks):
     version: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "F16")
     keys_are_arrays: ClassVar[bool] = True
+    needs_all_lengths: ClassVar[bool] = False  # the bytes of conversions stay what they were
 
     def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None, *, is_all: bool) -> None:
         """A power of two for chunks of 0.5 to 1 MiB, so that it divides usual values of T_max. Shorter arrays have one chunk."""
@@ -208,6 +211,7 @@ class ShardedChunks(Chunks):
     version: ClassVar[int] = 3
     dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "F16", "BF16")
     keys_are_arrays: ClassVar[bool] = False
+    needs_all_lengths: ClassVar[bool] = True
 
     def __init__(self, layers: int, chunk: int | None, shard_bytes: int | None) -> None:
         super().__init__(layers, chunk)

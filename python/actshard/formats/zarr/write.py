@@ -142,9 +142,10 @@ class ZarrTarget(Target):
         check_utf8(table.drop_columns([KEY]) if is_array else table, first)
 
     def settle(self, block: Block) -> None:
-        lengths = block.lengths if self.all_lengths is None else self.all_lengths()
+        is_all = self.all_lengths is not None and self.chunks.needs_all_lengths
+        lengths = self.all_lengths() if self.all_lengths is not None and is_all else block.lengths
         self.all_lengths = None  # chosen once
-        self._choose(np.maximum(lengths[:, 0], 0), is_all=lengths is not block.lengths)
+        self._choose(np.maximum(lengths[:, 0], 0), is_all=is_all)
 
     def _choose(self, tokens: NDArray[np.int64], *, is_all: bool) -> None:
         self.chunks.choose(tokens, self.row_bytes, self.t_max, is_all=is_all)
