@@ -24,7 +24,7 @@ from actshard.formats.zarr.chunks import Codec, Placed, ShardChunks, ShardedChun
 
 PACKS = ("lossless", "zstd", "blosc")
 """Values of the option ``pack``."""
-_PACKED_BYTES = 128 << 10
+_PACKED_BYTES = 64 << 10
 """Bytes of rows of an inner chunk, within the following numbers of rows. A random row costs the decoding of a whole chunk."""
 _LEAST_ROWS, _MOST_ROWS = 16, 256
 _PADDING = 1
