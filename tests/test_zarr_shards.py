@@ -20,6 +20,7 @@ import pytest
 import actshard
 from actshard.formats.zarr import write
 from conftest import bits
+from served import served
 
 LAYERS, WIDTH = (2, 5), 6
 SMALL = {"version": 3, "shard_bytes": 2000}
@@ -412,6 +413,28 @@ def test_copies_of_layers_of_shards_are_shards(tmp_path: Path, dtype: str) -> No
         assert list(Path(path).rglob("activations/zarr.json"))
         store = actshard.open(path)
         assert [store.sequence(i, 3).astype(int).tolist() for i in range(3)] == [x[1].tolist() for x in rows]
+
+
+def test_opening_remote_shards_names_what_single_rows_cost(tmp_path: Path) -> None:
+    rows = examples([9] * 3)
+    for pack in PACKS:
+        written(tmp_path / f"bucket/{pack}", rows, version=3, pack=pack)
+    with served(tmp_path) as server, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for pack in PACKS:
+            store = actshard.open(f"s3://bucket/{pack}", storage_options=server.options)
+            assert np.array_equal(store.sequence(1, 5), rows[1][1])
+    assert [str(w.message).partition("/None: ")[2] for w in caught] == [
+        f"inner chunks of remote shards are read whole (up to {9 * WIDTH * 4} bytes each): single rows transfer more bytes than "
+        "they have; streams and whole examples do not"
+    ]
+
+
+def test_info_tells_the_ratio_of_stored_bytes_to_rows(tmp_path: Path) -> None:
+    rows = [np.full((2, 300, WIDTH), 1.5, np.float32)] * 3
+    ratios = [actshard.open(written(tmp_path / f"{p}", rows, version=3, pack=p)).info()["ratio"] for p in PACKS]
+    assert ratios[0] == pytest.approx(1, abs=0.01)
+    assert all(0 < ratio < 0.2 for ratio in ratios[1:])
 
 
 def test_a_column_with_the_name_of_a_file_of_metadata_is_kept(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ Codec = dict[str, Any]
 """A codec in the words of the metadata."""
 ChunkPieces = NDArray[np.int64]
 """ChunkPieces of :meth:`Target.put`."""
-Placed = tuple[NDArray[np.uint8], list[tuple[Path, int]], ChunkPieces]
+ChunkWrites = tuple[NDArray[np.uint8], list[tuple[Path, int]], ChunkPieces]
 """Memory to write, the files with their sizes, and the pieces."""
 Put = Callable[
     [Sequence[NDArray[np.uint8]], Sequence[tuple[Path, int]], Sequence[tuple[int, int, int, int, int]]], None
@@ -105,7 +105,7 @@ class Chunks(ABC):
         """Begins with an example of :meth:`borders`, in a task of a plan; other tasks write the examples before."""
 
     @abstractmethod
-    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> Placed:
+    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> ChunkWrites:
         """Returns what to write for the next examples.
 
         Args:
@@ -149,7 +149,7 @@ class PlainChunks(Chunks):
             fits = max(1, CHUNK_BYTES // row_bytes)
             self.chunk = min(1 << (fits.bit_length() - 1), t_max or max(int(lengths.max(initial=0)), 1))
 
-    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> Placed:
+    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> ChunkWrites:
         chunk, starts, row_bytes = self.tokens, block.starts, block.row_bytes
         stretches = -(-tokens // chunk)
         # One entry per (sample, layer, stretch), in memory order.
@@ -289,7 +289,7 @@ class ShardedChunks(Chunks):
             raise FormatError(f"a task begins with example {first}, within a shard; make the plan again")
         self._next, self._chunks = first, np.zeros(0, np.int64)
 
-    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> Placed:
+    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> ChunkWrites:
         samples, span = self._sizes
         starts, row_bytes = block.starts, block.row_bytes
         if not len(tokens):

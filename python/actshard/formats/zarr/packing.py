@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard.errors import ArgumentError
 from actshard.formats.target import Block
-from actshard.formats.zarr.chunks import Codec, Placed, ShardChunks, ShardedChunks, longest_chunk, plain_codec
+from actshard.formats.zarr.chunks import ChunkWrites, Codec, ShardChunks, ShardedChunks, longest_chunk, plain_codec
 
 PACKS = ("lossless", "zstd", "blosc")
 """Values of the option ``pack``."""
@@ -127,7 +127,7 @@ class PackedChunks(ShardedChunks):
                     yield ShardChunks(f"c.{group}.{layer}.{stretch}.0", counts[:, stretch], shard_sizes)
             position += int(counts.sum())
 
-    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> Placed:
+    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> ChunkWrites:
         """Encodes the chunks of a block. Those of a shard follow each other in the returned memory."""
         assert self.samples is not None
         assert self.slots is not None
