@@ -400,17 +400,21 @@ def test_version_2_warns_once_of_many_files_and_version_3_does_not(
         assert [w.message.code for w in caught] == ["many-files"] * count  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_copies_of_layers_of_shards_are_shards(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "pack"), [("float16", None), ("bfloat16", "lossless"), ("float32", "blosc")])
+def test_copies_of_layers_of_shards_are_shards_of_the_same_codecs(tmp_path: Path, dtype: str, pack: Any) -> None:
     rows = [np.full((2, n, 4), n, np.float32) for n in (1, 5, 2)]
-    with actshard.create(tmp_path / "a", "zarr", layers=[0, 3], d_model=4, dtype=dtype, version=3) as writer:
+    with actshard.create(tmp_path / "a", "zarr", layers=[0, 3], d_model=4, dtype=dtype, version=3, pack=pack) as writer:
         writer.append(rows)
+    codecs = json.loads((tmp_path / "a/arrays/activations/zarr.json").read_text())["codecs"][0]["configuration"][
+        "codecs"
+    ]
     staged = actshard.stage(tmp_path / "a", tmp_path / "staged", layers=[3]).path
     plan = actshard.plan.stage(tmp_path / "a", tmp_path / "planned", layers=[3], tasks=2)
     for task in range(len(plan)):
         plan.run(task)
     for path in (staged, plan.commit().path):
-        assert list(Path(path).rglob("activations/zarr.json"))
+        (meta,) = Path(path).rglob("activations/zarr.json")
+        assert json.loads(meta.read_text())["codecs"][0]["configuration"]["codecs"] == codecs
         store = actshard.open(path)
         assert [store.sequence(i, 3).astype(int).tolist() for i in range(3)] == [x[1].tolist() for x in rows]
 

@@ -91,7 +91,7 @@ class Block:
     @property
     def row_bytes(self) -> int:
         """Bytes per row."""
-        return self.memory.shape[1] * self.memory.itemsize
+        return int(self.memory.shape[1]) * self.memory.itemsize
 
     @property
     def bytes(self) -> NDArray[np.uint8]:

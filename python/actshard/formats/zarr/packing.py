@@ -39,6 +39,11 @@ def pack_of(options: Mapping[str, Any]) -> str | None:
     return pack
 
 
+def codec_name(pack: str) -> str:
+    """The name of a compressor in metadata."""
+    return _compressor(pack, 1, 1)[0]
+
+
 def _compressor(pack: str, itemsize: int, width: int) -> tuple[str, dict[str, int | str | bool]]:
     """The name of a compressor, and its configuration for rows of ``width`` elements."""
     if pack == "lossless":

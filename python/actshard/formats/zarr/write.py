@@ -89,7 +89,7 @@ class ZarrTarget(Target):
             if self.version == 2:
                 raise ArgumentError("pack: requires shards; pass version=3 (--option version=3)")
             self.chunks = PackedChunks(layers, chunk, spec.shard_bytes, pack)
-            self.copies = 1.0
+            self.copies = 2.0
         elif self.version == 3:
             self.chunks = ShardedChunks(layers, chunk, spec.shard_bytes)
         else:
