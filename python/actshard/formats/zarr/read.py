@@ -51,6 +51,7 @@ from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, TEXTS, Member
+from actshard.formats.zarr.meta import PLANES
 from actshard.layers import Layer, checked
 from actshard.location import Location
 
@@ -199,7 +200,8 @@ def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     warnings = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
     if not members[0].path.lists:
         warnings.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
-    coded = sorted({a.how for m in members for a in m.arrays if a.how})
+    # Rows are packed for their size, and decoded faster than most disks read.
+    coded = sorted({a.how for m in members for a in m.arrays if a.how and PLANES not in a.codecs})
     if coded and decodes:
         warnings.append(
             Remark(
