@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from zarr.abc.codec import BytesBytesCodec
 
 import actshard._native as _native
+from actshard.formats.zarr.meta import PLANES
 
 if TYPE_CHECKING:
     from typing import Self
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from zarr.core.array_spec import ArraySpec
     from zarr.core.buffer import Buffer
 
-NAME = "actshard.planes"
 MOST_AROUND = 64 << 10
 """Bytes that codecs between the array and this one may add to a chunk."""
 
@@ -51,15 +51,15 @@ class PlanesCodec(BytesBytesCodec):  # type: ignore[misc]  # zarr is no dependen
         """
         fields = data.get("configuration")
         if not isinstance(fields, dict) or set(fields) != {"typesize", "width"}:
-            raise ValueError(f"codec '{NAME}': expected a configuration of typesize and width, found {fields}")
+            raise ValueError(f"codec '{PLANES}': expected a configuration of typesize and width, found {fields}")
         for name, value in fields.items():
             if type(value) is not int or value <= 0:
-                raise ValueError(f"codec '{NAME}', '{name}': expected a positive integer, found {value!r}")
+                raise ValueError(f"codec '{PLANES}', '{name}': expected a positive integer, found {value!r}")
         return cls(fields["typesize"], fields["width"])
 
     def to_dict(self) -> dict[str, object]:
         """The entry in ``codecs`` of zarr.json."""
-        return {"name": NAME, "configuration": {"typesize": self.typesize, "width": self.width}}
+        return {"name": PLANES, "configuration": {"typesize": self.typesize, "width": self.width}}
 
     def evolve_from_array_spec(self, array_spec: ArraySpec) -> Self:
         """The codec with the array's values where they were left out."""
@@ -77,7 +77,8 @@ class PlanesCodec(BytesBytesCodec):  # type: ignore[misc]  # zarr is no dependen
 
     def _encode_sync(self, chunk_bytes: Buffer, chunk_spec: ArraySpec) -> Buffer | None:
         codec = self.evolve_from_array_spec(chunk_spec)
-        assert codec.typesize is not None and codec.width is not None
+        assert codec.typesize is not None
+        assert codec.width is not None
         block = _native.encode_planes(chunk_bytes.to_bytes(), codec.typesize, codec.width)
         return chunk_spec.prototype.buffer.from_bytes(block)
 

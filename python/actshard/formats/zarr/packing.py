@@ -21,6 +21,7 @@ import actshard._native as _native
 from actshard.errors import ArgumentError
 from actshard.formats.target import Block
 from actshard.formats.zarr.chunks import ChunkWrites, Codec, ShardChunks, ShardedChunks, longest_chunk, plain_codec
+from actshard.formats.zarr.meta import PLANES
 
 PACKS = ("lossless", "zstd", "blosc")
 """Values of the option ``pack``."""
@@ -47,7 +48,7 @@ def codec_name(pack: str) -> str:
 def _compressor(pack: str, itemsize: int, width: int) -> tuple[str, dict[str, int | str | bool]]:
     """The name of a compressor, and its configuration for rows of ``width`` elements."""
     if pack == "lossless":
-        return "actshard.planes", {"typesize": itemsize, "width": width}
+        return PLANES, {"typesize": itemsize, "width": width}
     if pack == "zstd":
         return "zstd", {"level": 1, "checksum": False}
     return "blosc", {"cname": "zstd", "clevel": 1, "shuffle": "bitshuffle", "typesize": itemsize, "blocksize": 0}

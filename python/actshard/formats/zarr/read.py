@@ -52,7 +52,7 @@ from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, TEXTS, Member
-from actshard.formats.zarr.meta import ArrayMeta
+from actshard.formats.zarr.meta import PLANES, ArrayMeta
 from actshard.layers import Layer, checked
 from actshard.location import Location
 
@@ -216,8 +216,7 @@ def _warnings(members: Sequence[Member], decodes: bool, dtype: np.dtype[Any]) ->
                 "they have; streams and whole examples do not",
             )
         )
-    # Our own packed chunks are small, and chosen.
-    coded = sorted({a.how for m, a in coded_arrays if not (_is_remote_plain(a) or (a.inner and m.store.is_ours))})
+    coded = sorted({a.how for m, a in coded_arrays if not (_is_remote_plain(a) or _is_packed(a, m))})
     if coded:
         warnings.append(
             Remark(
@@ -232,6 +231,11 @@ def _warnings(members: Sequence[Member], decodes: bool, dtype: np.dtype[Any]) ->
 def _is_remote_plain(array: ArrayMeta) -> bool:
     """Whether an array has remote shards whose inner chunks are not compressed."""
     return array.inner and array.folder.is_remote and _PLAIN_SHARDS.issuperset(array.codecs)
+
+
+def _is_packed(array: ArrayMeta, member: Member) -> bool:
+    """Whether the writer chose small encoded chunks (``pack=``): rows are packed for their size, and decoded faster than most disks read."""
+    return PLANES in array.codecs or (array.inner and member.store.is_ours)
 
 
 def _model(metadata: dict[str, Any]) -> str | None:
