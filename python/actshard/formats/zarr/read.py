@@ -234,7 +234,7 @@ def _is_remote_plain(array: ArrayMeta) -> bool:
 
 
 def _is_packed(array: ArrayMeta, member: Member) -> bool:
-    """Whether the writer chose small encoded chunks (``pack=``): rows are packed for their size, and decoded faster than most disks read."""
+    """Whether the writer chose small encoded chunks (``pack=``), which are decoded faster than most disks read."""
     return PLANES in array.codecs or (array.inner and member.store.is_ours)
 
 
