@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lmprobe": {"shard_bytes": 12_000, "storage": "full_sequence"},
     "zarr": {},
     "zarr 3": {"version": 3, "shard_bytes": 12_000},
+    "zarr 3 packed": {"version": 3, "shard_bytes": 12_000, "pack": "zstd"},
     "pickle": {"shard_bytes": 20_000},
     "hf_arrow": {"shard_bytes": 12_000},
     "npy": {},

@@ -120,7 +120,8 @@ def _serve() -> dict[str, Any] | None:
         package = importlib.import_module(name)
         for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"{name}."):
             if not module.name.endswith(".__main__"):
-                importlib.import_module(module.name)
+                with contextlib.suppress(ModuleNotFoundError):  # a codec of zarr-python, which may not be installed
+                    importlib.import_module(module.name)
     gc.freeze()  # children share this memory
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -18,7 +18,11 @@ KILLS = int(os.environ.get("ACTSHARD_KILLS", "17"))
 
 
 MERGED = ("saev", "lmprobe", "zarr", "pickle")
-CASES = [(what, format) for what in ("write", "convert") for format in (*MERGED, "zarr 3", "hf_arrow", "npy")]
+CASES = [
+    (what, format)
+    for what in ("write", "convert")
+    for format in (*MERGED, "zarr 3", "zarr 3 packed", "hf_arrow", "npy")
+]
 CASES += [("merge", format) for format in MERGED]
 
 

@@ -337,7 +337,16 @@ def test_safetensors_reads_every_shard_of_ours(tmp_path: Path) -> None:
     assert total == 2 * sum(w.shape[1] for w in wanted)
 
 
-@pytest.mark.parametrize("options", [{}, {"version": 3}, {"version": 3, "shard_bytes": 1500}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"version": 3},
+        {"version": 3, "shard_bytes": 1500},
+        {"version": 3, "pack": "zstd"},
+        {"version": 3, "pack": "blosc", "shard_bytes": 1500},
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_zarr_python_reads_stores_of_ours(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:
     zarr = pytest.importorskip("zarr")
@@ -365,6 +374,9 @@ def test_zarr_python_reads_stores_of_ours(tmp_path: Path, dtype: str, options: d
         ("bfloat16", {"version": 3}),
         ("bfloat16", {"version": 3, "shard_bytes": 1500}),
         ("float64", {"version": 3, "shard_bytes": 1500}),
+        ("bfloat16", {"version": 3, "pack": "zstd", "shard_bytes": 1500}),
+        ("float32", {"version": 3, "pack": "blosc"}),
+        ("bfloat16", {"version": 3, "pack": "blosc"}),
     ],
 )
 def test_tensorstore_reads_stores_of_ours(tmp_path: Path, dtype: str, options: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Zarr version 3 as it is written: shards that a plain reading of the specification accepts, resumed, in tasks, and damaged."""
+"""Zarr version 3 as it is written: shards that a plain reading of the specification accepts, resumed, in tasks, and damaged.
+
+Of plain inner chunks, and of compressed ones (``pack``).
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,17 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import actshard
 from actshard.formats.zarr import write
 from conftest import bits
+from served import served
 
 LAYERS, WIDTH = (2, 5), 6
 SMALL = {"version": 3, "shard_bytes": 2000}
+PACKS = (None, "lossless", "zstd", "blosc")
 
 
 def examples(lengths: list[int], dtype: str = "float32") -> list[np.ndarray]:
@@ -63,6 +69,19 @@ def crc32c(data: bytes) -> int:
     return crc ^ 0xFFFFFFFF
 
 
+def decoded(chunk: bytes, codecs: list[dict[str, Any]], size: int) -> bytes:
+    """An inner chunk by the texts of its codecs, except for blosc."""
+    for codec in codecs[:0:-1]:
+        if codec["name"] == "crc32c":
+            chunk, checksum = chunk[:-4], chunk[-4:]
+            assert struct.unpack("<I", checksum)[0] == crc32c(chunk)
+        else:
+            assert codec["name"] == "zstd"
+            chunk = pa.Codec("zstd").decompress(chunk, size, asbytes=True)
+    assert (codecs[0]["name"], len(chunk)) == ("bytes", size)
+    return chunk
+
+
 def read_shards(path: Path) -> tuple[np.ndarray, int]:
     """The array of activations by the text of Zarr 3 and its sharding codec, and its stored inner chunks. Checks every byte."""
     folder = path / "arrays/activations"
@@ -85,23 +104,25 @@ def read_shards(path: Path) -> tuple[np.ndarray, int]:
         for number, (offset, length) in enumerate(pairs.tolist()):
             if (offset, length) == (2**64 - 1, 2**64 - 1):
                 continue
-            assert (offset, length) == (ends, size), "in order, without holes"
-            ends, stored = ends + size, stored + 1
+            assert offset == ends, "in order, without holes"
+            ends, stored = ends + length, stored + 1
+            chunk = decoded(data[offset:ends], sharding["configuration"]["codecs"], size)
             at = [p + int(i) * n for p, i, n in zip(place, np.unravel_index(number, per_shard), inner, strict=True)]
-            values = np.frombuffer(data, dtype, size // dtype.itemsize, offset).reshape(inner)
+            values = np.frombuffer(chunk, dtype).reshape(inner)
             made[tuple(slice(a, a + n) for a, n in zip(at, inner, strict=True))] = values
         assert ends == len(data) - 16 * entries - 4, "no other bytes"
     return made[tuple(map(slice, shape))], stored
 
 
+@pytest.mark.parametrize("pack", [None, "zstd"])
 @pytest.mark.parametrize("options", [{}, {"shard_bytes": 2000}, {"shard_bytes": 1, "chunk_tokens": 3}, {"t_max": 40}])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_shards_contain_what_was_appended_and_no_empty_chunk(
-    tmp_path: Path, dtype: str, options: dict[str, Any]
+    tmp_path: Path, dtype: str, options: dict[str, Any], pack: Any
 ) -> None:
     lengths = np.random.default_rng(1).integers(0, 30, 25).tolist()
     rows = examples(lengths, dtype)
-    path = written(tmp_path / "d", rows, version=3, **options)
+    path = written(tmp_path / "d", rows, version=3, pack=pack, **options)
     check_rows(path, rows)
     array, stored = read_shards(path)
     assert array.shape == (len(rows), len(LAYERS), options.get("t_max", max(lengths)), WIDTH)
@@ -119,12 +140,66 @@ def test_chunks_of_default_options_have_little_padding(tmp_path: Path) -> None:
         check_rows(path, examples(lengths))
 
 
+@pytest.mark.parametrize("pack", PACKS)
 @pytest.mark.parametrize("lengths", [[3] * 20 + [200, 1, 90], [0] * 9 + [12, 40], [0, 0, 0]])
-def test_later_examples_may_be_much_longer_than_the_first(tmp_path: Path, lengths: list[int]) -> None:
+def test_later_examples_may_be_much_longer_than_the_first(tmp_path: Path, lengths: list[int], pack: Any) -> None:
     rows = examples(lengths)
-    path = written(tmp_path / "d", rows, **SMALL)
+    path = written(tmp_path / "d", rows, pack=pack, **SMALL)
     check_rows(path, rows)
-    assert np.array_equal(read_shards(path)[0][-1, :, : lengths[-1]], rows[-1])
+    if pack in (None, "zstd"):
+        assert np.array_equal(read_shards(path)[0][-1, :, : lengths[-1]], rows[-1])
+
+
+@pytest.mark.parametrize("pack", PACKS[1:])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_verb_reads_the_rows_of_packed_chunks(tmp_path: Path, dtype: str, pack: str) -> None:
+    rows = examples(np.random.default_rng(4).integers(0, 150, 30).tolist(), dtype)
+    plain = actshard.open(written(tmp_path / "plain", rows, version=3))
+    packed = actshard.open(written(tmp_path / "packed", rows, version=3, pack=pack, shard_bytes=9000))
+    check_rows(Path(packed.path), rows)
+    numbers = np.flatnonzero(plain.token_counts)
+    assert np.array_equal(bits(packed.last_tokens(5, numbers)), bits(plain.last_tokens(5, numbers)))
+    assert np.array_equal(bits(packed.gather(2, numbers, 0)), bits(plain.gather(2, numbers, 0)))
+    for shuffle in (None, "exact"):
+        batches = [store.stream(5, 64, shuffle=shuffle) for store in (plain, packed)]
+        for a, b in zip(*batches, strict=True):
+            assert np.array_equal(bits(a.activations), bits(b.activations))
+    repeated = [np.full((2, 300, WIDTH), 1.5, dtype)] * 3
+    stored = [
+        sum(file.stat().st_size for file in written(tmp_path / f"{p}", repeated, version=3, pack=p).rglob("c.*"))
+        for p in (None, pack)
+    ]
+    assert stored[1] < stored[0] / 5
+
+
+@pytest.mark.parametrize("pack", PACKS)
+def test_chunks_of_a_conversion_follow_from_all_lengths_and_not_from_the_first_block(
+    tmp_path: Path, pack: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first block of short examples would give small chunks and many files, one of long ones large indexes."""
+    monkeypatch.setattr("actshard.formats.target.Target.block_bytes", 1000)
+    for name, lengths, most in (("rising", [1] * 40 + [300] * 4, 20), ("falling", [60] + [4] * 80, 13)):
+        source = written(tmp_path / f"{name} source", examples(lengths))
+        options: dict[str, Any] = {"version": 3, "shard_bytes": 30_000, "pack": pack}
+        path = actshard.convert(source, tmp_path / name, "zarr", verify=True, **options).path
+        shards = [file.stat().st_size for file in path.rglob("c.*") if "activations" in str(file)]
+        assert len(shards) <= len(LAYERS) * most, name
+        assert sum(shards) < 2 * sum(lengths) * WIDTH * 4 * 2.5, name
+        plan = actshard.plan.convert(source, tmp_path / f"{name} in tasks", "zarr", tasks=3, **options)
+        for task in range(len(plan)):
+            plan.run(task)
+        assert files(plan.commit().path / "arrays") == files(path / "arrays")
+
+
+def test_chunks_are_no_longer_than_examples(tmp_path: Path) -> None:
+    source = written(tmp_path / "source", examples([5, 9, 2]))
+    for options, chunk in (({}, 9), ({"t_max": 30}, 9)):
+        path = actshard.convert(
+            source, tmp_path / f"{chunk}{options}", "zarr", version=3, chunk_tokens=4000, **options
+        ).path
+        assert json.loads((path / "meta/config.json").read_text())["activation_chunks"][2] == chunk
+    path = written(tmp_path / "created", examples([5, 9, 2]), version=3, chunk_tokens=4000, t_max=30)
+    assert json.loads((path / "meta/config.json").read_text())["activation_chunks"][2] == 30
 
 
 def test_metadata_are_consolidated_and_named_as_the_standard_names_them(tmp_path: Path) -> None:
@@ -142,19 +217,21 @@ def test_metadata_are_consolidated_and_named_as_the_standard_names_them(tmp_path
     assert actshard.open(path).metadata["num_layers"] == 2
 
 
+@pytest.mark.parametrize("pack", PACKS)
 def test_uncommitted_and_half_finished_work_is_cut_when_a_writer_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Any
 ) -> None:
     """The bytes after a resume are those of an uninterrupted writer: after a stop in an append, and in the last step."""
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     rows = examples(np.random.default_rng(2).integers(0, 20, 40).tolist())
-    expected = files(written(tmp_path / "whole", rows, **SMALL))
+    options = {**SMALL, "pack": pack}
+    expected = files(written(tmp_path / "whole", rows, **options))
 
     def fail(*_: Any) -> None:
         raise OSError("stopped")
 
     path = tmp_path / "d"
-    writer = actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, **SMALL)
+    writer = actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, **options)
     writer.append(rows[:7], columns={"label": list(range(7)), "sample_key": [f"key {i}" for i in range(7)]})
     assert writer.flush() == 7
     writer.abort()
@@ -164,16 +241,16 @@ def test_uncommitted_and_half_finished_work_is_cut_when_a_writer_resumes(
     with monkeypatch.context() as patch:
         patch.setattr(write, "write_store", fail)
         with pytest.raises(actshard.FileAccessError, match="stopped"):
-            _continue(path, rows)
+            _continue(path, rows, options)
     with pytest.raises(actshard.UnfinishedError):
         actshard.open(path)
-    _continue(path, rows)
+    _continue(path, rows, options)
     assert files(path) == expected
     check_rows(path, rows)
 
 
-def _continue(path: Path, rows: list[np.ndarray]) -> None:
-    with actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, resume=True, **SMALL) as writer:
+def _continue(path: Path, rows: list[np.ndarray], options: dict[str, Any]) -> None:
+    with actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, resume=True, **options) as writer:
         while not writer.complete and len(writer) < len(rows):
             numbers = list(range(len(writer), min(len(writer) + 7, len(rows))))
             columns = {"label": numbers, "sample_key": [f"key {i}" for i in numbers]}
@@ -181,14 +258,34 @@ def _continue(path: Path, rows: list[np.ndarray]) -> None:
             writer.flush()
 
 
-@pytest.mark.parametrize("tasks", [1, 3, 100])
+@pytest.mark.parametrize("sizes", ["AAAA", "!", 3, None, ""])
+def test_a_journal_with_other_sizes_of_chunks_is_an_error(tmp_path: Path, sizes: Any) -> None:
+    path = tmp_path / "d"
+    options: dict[str, Any] = {**SMALL, "pack": "zstd"}
+    writer = actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, **options)
+    writer.append(examples([9] * 7))
+    writer.flush()
+    writer.abort()
+    (journal,) = path.glob(".actshard/*journal*")
+    lines = journal.read_text().splitlines()
+    commit = json.loads(lines[1])
+    commit["state"]["sizes"] = sizes
+    journal.write_text("\n".join([lines[0], json.dumps(commit), ""]))
+    with pytest.raises(actshard.FormatError, match="state of zarr"):
+        actshard.create(path, "zarr", layers=LAYERS, d_model=WIDTH, resume=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "pack"), [(1, None), (3, None), (100, None), (3, "zstd"), (4, "lossless"), (100, "blosc")]
+)
 def test_tasks_of_a_conversion_write_the_bytes_of_one_process(
-    tmp_path: Path, tasks: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tasks: int, pack: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    options: dict[str, Any] = {**SMALL, "pack": pack}
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "1700000000")
     source = written(tmp_path / "source", examples(np.random.default_rng(2).integers(0, 20, 60).tolist()))
-    actshard.convert(source, tmp_path / "one", "zarr", verify=True, **SMALL)
-    plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=tasks, **SMALL)
+    actshard.convert(source, tmp_path / "one", "zarr", verify=True, **options)
+    plan = actshard.plan.convert(source, tmp_path / "d", "zarr", tasks=tasks, **options)
     for task in reversed(range(len(plan))):
         plan.run(task)
     plan.commit()
@@ -212,6 +309,10 @@ def test_parts_are_merged_to_a_run_and_not_to_one_store(tmp_path: Path) -> None:
         ({"version": 4}, "version: expected 2 or 3, the version of Zarr, found 4"),
         ({"version": "3"}, "version: expected 2 or 3, the version of Zarr, found '3'"),
         ({"version": True}, "version: expected 2 or 3, the version of Zarr, found True"),
+        ({"pack": "zstd"}, "pack: requires shards; pass version=3"),
+        ({"pack": "lz4", "version": 3}, "pack: expected 'lossless' or .*, found 'lz4'"),
+        ({"pack": True, "version": 3}, "pack: expected .*, found True"),
+        ({"t_max": 1 << 40}, "t_max: expected at most 16,777,216 tokens, found 1,099,511,627,776"),
         ({"shard_bytes": 1000}, "shard_bytes: not supported by Zarr stores of version 2; use .* version=3"),
     ],
 )
@@ -274,6 +375,20 @@ def test_damaged_shards_are_errors_that_name_the_file(tmp_path: Path, damage: An
         assert {finding.path for finding in findings} == {file}
 
 
+@pytest.mark.parametrize("pack", PACKS[1:])
+def test_a_flipped_bit_of_a_packed_chunk_is_an_error_that_names_the_file(tmp_path: Path, pack: str) -> None:
+    path = written(tmp_path / "d", examples([9] * 12), pack=pack, **SMALL)
+    file = path / "arrays/activations/c.0.1.0.0"
+    data = file.read_bytes()
+    for offset in range(0, 400, 23):
+        file.write_bytes(data[:offset] + bytes([data[offset] ^ 4]) + data[offset + 1 :])
+        with pytest.raises(actshard.FormatError, match="cannot decode this chunk") as caught:
+            actshard.open(path).sequences(range(12), 5)
+        assert caught.value.path == file
+        findings = actshard.verify(path, deep=True).errors
+        assert {finding.path for finding in findings} == {file}
+
+
 def test_version_2_warns_once_of_many_files_and_version_3_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,19 +400,45 @@ def test_version_2_warns_once_of_many_files_and_version_3_does_not(
         assert [w.message.code for w in caught] == ["many-files"] * count  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_copies_of_layers_of_shards_are_shards(tmp_path: Path, dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "pack"), [("float16", None), ("bfloat16", "lossless"), ("float32", "blosc")])
+def test_copies_of_layers_of_shards_are_shards_of_the_same_codecs(tmp_path: Path, dtype: str, pack: Any) -> None:
     rows = [np.full((2, n, 4), n, np.float32) for n in (1, 5, 2)]
-    with actshard.create(tmp_path / "a", "zarr", layers=[0, 3], d_model=4, dtype=dtype, version=3) as writer:
+    with actshard.create(tmp_path / "a", "zarr", layers=[0, 3], d_model=4, dtype=dtype, version=3, pack=pack) as writer:
         writer.append(rows)
+    codecs = json.loads((tmp_path / "a/arrays/activations/zarr.json").read_text())["codecs"][0]["configuration"][
+        "codecs"
+    ]
     staged = actshard.stage(tmp_path / "a", tmp_path / "staged", layers=[3]).path
     plan = actshard.plan.stage(tmp_path / "a", tmp_path / "planned", layers=[3], tasks=2)
     for task in range(len(plan)):
         plan.run(task)
     for path in (staged, plan.commit().path):
-        assert list(Path(path).rglob("activations/zarr.json"))
+        (meta,) = Path(path).rglob("activations/zarr.json")
+        assert json.loads(meta.read_text())["codecs"][0]["configuration"]["codecs"] == codecs
         store = actshard.open(path)
         assert [store.sequence(i, 3).astype(int).tolist() for i in range(3)] == [x[1].tolist() for x in rows]
+
+
+def test_opening_remote_shards_names_what_single_rows_cost(tmp_path: Path) -> None:
+    rows = examples([9] * 3)
+    for pack in PACKS:
+        written(tmp_path / f"bucket/{pack}", rows, version=3, pack=pack)
+    with served(tmp_path) as server, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for pack in PACKS:
+            store = actshard.open(f"s3://bucket/{pack}", storage_options=server.options)
+            assert np.array_equal(store.sequence(1, 5), rows[1][1])
+    assert [str(w.message).partition("/None: ")[2] for w in caught] == [
+        f"inner chunks of remote shards are read whole (up to {9 * WIDTH * 4} bytes each): single rows transfer more bytes than "
+        "they have; streams and whole examples do not"
+    ]
+
+
+def test_info_tells_the_ratio_of_stored_bytes_to_rows(tmp_path: Path) -> None:
+    rows = [np.full((2, 300, WIDTH), 1.5, np.float32)] * 3
+    ratios = [actshard.open(written(tmp_path / f"{p}", rows, version=3, pack=p)).info()["ratio"] for p in PACKS]
+    assert ratios[0] == pytest.approx(1, abs=0.01)
+    assert all(0 < ratio < 0.2 for ratio in ratios[1:])
 
 
 def test_a_column_with_the_name_of_a_file_of_metadata_is_kept(tmp_path: Path) -> None:

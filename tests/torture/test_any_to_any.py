@@ -301,4 +301,5 @@ def test_every_way_to_every_format_gives_the_same_and_says_what_it_lacks(
             readable = False
         if readable:
             sharded = format == "zarr" and choices.random() < 0.5
-            check_pair(source, format, tmp_path, monkeypatch, **(SHARDED if sharded else {}))
+            packed = {"pack": choices.choice((None, "lossless", "zstd", "blosc"))}
+            check_pair(source, format, tmp_path, monkeypatch, **(SHARDED | packed if sharded else {}))

@@ -32,6 +32,7 @@ from actshard.converting.planning import (
     source,
 )
 from actshard.converting.saving import SavesToDisk, saves
+from actshard.converting.segments import Layout
 from actshard.converting.texts import Texts
 from actshard.converting.uploading import uploads
 from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary, warn
@@ -282,6 +283,8 @@ def _write(
     Returns (path, examples already committed, bytes written, values that overflowed). The last is None if an earlier release wrote
     the committed examples and did not record it.
     """
+    if request.store.contents.counts_are_cheap:
+        target.all_lengths = lambda: Layout.of(request, target).by_layer(len(request.layers))
     sink = Sink(target, resume=resume)
     resumed_at, total = sink.committed, request.count
     LOG.info(

@@ -49,6 +49,8 @@ class Layout:
 
     def settle(self, request: ConversionRequest, target: Target) -> None:
         """Determines the target's remaining settings from the lengths of the first block, as a writer does."""
+        if request.store.contents.counts_are_cheap:
+            target.all_lengths = lambda: self.by_layer(len(request.layers))
         end = int(self.firsts[1]) if len(self.firsts) > 1 else request.count
         memory = np.empty((0, request.store.d_model), target.dtype)
         target.settle(Block(memory, self.by_layer(len(request.layers))[:end]))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard._json import show
+from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -94,8 +95,11 @@ class Carrying:
         """
         return {}, {}
 
-    def copy_options(self, files: Iterable[str]) -> dict[str, Any]:
-        """Options of :func:`actshard.convert` with which a copy of some layers keeps the form of these files of this format."""
+    def copy_options(self, root: Location, files: Iterable[str]) -> dict[str, Any]:
+        """Options of :func:`actshard.convert` with which a copy of some layers keeps the form of a dataset of this format.
+
+        ``files`` are the names of the files in ``root``, relative to it.
+        """
         return {}
 
     def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

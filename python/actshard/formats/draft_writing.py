@@ -87,7 +87,7 @@ class DraftTarget(TokenTarget):
     """Kinds of files by name. The default is the first kind; without a last hidden state, the first kind that stores none."""
     file: ClassVar[re.Pattern[str]]
     """Relative paths of files; group 1 is the example's number."""
-    copies: ClassVar[float] = 1.5
+    copies: float = 1.5
     numbers_layers = False
     holds_metadata = False
     takes_shard_bytes = False

@@ -40,6 +40,7 @@ class ZarrOptions(TypedDict, total=False):
     """Options of Zarr stores."""
 
     version: FormatVersion
+    pack: Literal["lossless", "zstd", "blosc"]
     chunk_tokens: int
     t_max: int
 

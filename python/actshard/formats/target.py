@@ -89,6 +89,11 @@ class Block:
         return np.concatenate([[0], ends[:-1]]).reshape(self.lengths.shape).astype(np.int64)
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes per row."""
+        return int(self.memory.shape[1]) * self.memory.itemsize
+
+    @property
     def bytes(self) -> NDArray[np.uint8]:
         """The memory as bytes, a view."""
         return self.memory.reshape(-1).view(np.uint8)
@@ -182,7 +187,10 @@ class Target(ABC):
     content_lengths: Callable[[], NDArray[np.int64]] | None = None
     """Number of tokens of each example before padding, for formats with a constant number; None: no padding."""
 
-    copies: ClassVar[float] = 0.0
+    all_lengths: Callable[[], NDArray[np.int64]] | None = None
+    """Returns the lengths ``(n, layers)`` of all examples, if they are known before the first block; else None."""
+
+    copies: float = 0.0
     """Memory of :meth:`write` in addition to the block, in units of a block, for predictions."""
 
     def __init__(self, spec: Spec) -> None:

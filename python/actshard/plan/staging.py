@@ -95,7 +95,7 @@ def stage(
 
 
 def _make_plan(source: Location, target: Path, layers: tuple[Layer, ...] | None, tasks: int) -> Plan:
-    _, format, marker = find_source(source, list_files(source), layers)
+    location, format, marker = find_source(source, list_files(source), layers)
     files = tuple(StagedFile(name, size, version) for name, (size, version) in marker.listed.items())
     arguments = StageArguments(
         marker.source, target, layers, marker.revision, marker.origin, marker.below, marker.inside, format, files
@@ -116,7 +116,7 @@ def _make_plan(source: Location, target: Path, layers: tuple[Layer, ...] | None,
             tasks=tasks,
             layers=layers,
             src_format=format,
-            **formats.get(format).carrying().copy_options(marker.listed),
+            **formats.get(format).carrying().copy_options(location, marker.listed),
         )
         arguments = replace(arguments, convert={k: value for k, value in inner.arguments.items() if k != "dst"})
         work = _work(target, arguments, inner.inputs, inner.tasks)

@@ -240,7 +240,7 @@ def _convert(
         layers=layers,
         resume=True,
         progress=lambda n, total, _: tell("examples", n, total),
-        **formats.get(name).carrying().copy_options(marker.listed),
+        **formats.get(name).carrying().copy_options(location, marker.listed),
     )
     fetched = received(location) - before if location.is_remote else None
     return put_layers(marker, conversion, fetched, target, new_copy, work / "old")

@@ -34,6 +34,7 @@ targets! {
     index_records: total <= 64 * input + 64 * KIB, "";
     parquet_footer: total <= 64 * input + 64 * KIB, "";
     pickle: total <= 160 * input + 64 * KIB, "an opcode of one byte makes a node of 48; the input is parsed twice";
+    planes: total <= 64 * input + 4 * MIB, "a byte holds any number of equal rows; the target allows 256 KiB, and a plane is decoded first";
     safetensors_header: total <= 64 * input + 64 * KIB, "";
     token_array: peak <= 64 * input + 512 * MIB, "chunks of up to 2^24 elements of 8 bytes, one after the other";
     token_array_meta: total <= 64 * input + 64 * KIB, "";

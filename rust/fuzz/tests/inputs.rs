@@ -75,8 +75,8 @@ macro_rules! tests {
 }
 
 tests! {
-    address_table arrow_stream containers deflate index_records parquet_footer pickle safetensors_header token_array
-    token_array_meta token_frame token_index token_lz4 token_offsets zarr_chunk zarr_metadata
+    address_table arrow_stream containers deflate index_records parquet_footer pickle planes safetensors_header
+    token_array token_array_meta token_frame token_index token_lz4 token_offsets zarr_chunk zarr_metadata
 }
 
 #[test]

@@ -46,6 +46,7 @@ use std::sync::atomic::Ordering;
 use actshard_core::arrays::coded;
 use actshard_core::arrays::element::Fill;
 use actshard_core::arrays::meta::ArrayMeta;
+use actshard_core::codec::planes;
 use actshard_core::dtype::DType;
 use actshard_core::parse::arrow::{self, ArrowField};
 use actshard_core::parse::safetensors;
@@ -198,6 +199,24 @@ fn check_decoded_size(py: Python<'_>, codec: &str, data: &[u8], limit: u64, path
     detach::guarded(py, || detach::detached(py, |_| coded::check_decoded_size(codec, data, limit, &path.location)))
 }
 
+/// Packs rows of `width` values of `typesize` bytes as a block of the codec `actshard.planes`.
+#[pyfunction]
+fn encode_planes<'py>(py: Python<'py>, rows: &[u8], typesize: usize, width: usize) -> PyResult<Bound<'py, PyBytes>> {
+    detach::guarded(py, || {
+        let block = detach::detached(py, |_| planes::encode(rows, typesize, width))?;
+        Ok(PyBytes::new(py, &block))
+    })
+}
+
+/// Unpacks a block of the codec `actshard.planes` of at most `limit` bytes of rows.
+#[pyfunction]
+fn decode_planes<'py>(py: Python<'py>, block: &[u8], limit: u64) -> PyResult<Bound<'py, PyBytes>> {
+    detach::guarded(py, || {
+        let rows = detach::detached(py, |_| planes::decode(block, limit))?;
+        Ok(PyBytes::new(py, &rows))
+    })
+}
+
 /// `(safetensors name, numpy or ml_dtypes name or None, bits)` of every element type.
 #[pyfunction]
 fn dtypes() -> Vec<(&'static str, Option<&'static str>, u64)> {
@@ -303,6 +322,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(parquet::parquet_footer, m)?)?;
     m.add_function(wrap_pyfunction!(read_zarr, m)?)?;
     m.add_function(wrap_pyfunction!(check_decoded_size, m)?)?;
+    m.add_function(wrap_pyfunction!(encode_planes, m)?)?;
+    m.add_function(wrap_pyfunction!(decode_planes, m)?)?;
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;
     m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
     m.add_function(wrap_pyfunction!(summing::joined_sums, m)?)?;
@@ -325,6 +346,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(write::count_overflows, m)?)?;
     m.add_function(wrap_pyfunction!(write::hash_rows, m)?)?;
     m.add_function(wrap_pyfunction!(write::encode_shard_index, m)?)?;
+    m.add_function(wrap_pyfunction!(write::pack_chunks, m)?)?;
     m.add_class::<tokens::BlockCache>()?;
     m.add_class::<tokens::TokenField>()?;
     m.add_class::<tokens::write::TokenFieldWriter>()?;

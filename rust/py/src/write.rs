@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use actshard_core::arrays::index;
+use actshard_core::arrays::{index, packing};
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::gather::cast;
 use actshard_core::kernels::quantise::Quantised;
@@ -214,6 +214,34 @@ pub fn encode_shard_index<'py>(
             Ok(index::encode(&pairs))
         })?;
         Ok(index.into_pyarray(py))
+    })
+}
+
+/// Encodes inner chunks of a Zarr shard with the codecs of its metadata, in parallel. `places` are the first byte and the bytes of
+/// each chunk's rows; zeros follow up to `chunk_bytes`. Returns all encoded chunks, and the bytes of each.
+#[pyfunction]
+pub fn pack_chunks<'py>(
+    py: Python<'py>,
+    rows: PyReadonlyArray1<'py, u8>,
+    places: PyReadonlyArray2<'py, i64>,
+    chunk_bytes: usize,
+    codecs: &[u8],
+) -> PyResult<(Bound<'py, PyArray1<u8>>, Bound<'py, PyArray1<u64>>)> {
+    detach::guarded(py, || {
+        if places.shape()[1] != 2 {
+            return Err(errors::raise(py, &Error::new(Kind::Internal, "places: expected offsets and bytes")));
+        }
+        let (rows, numbers) = (rows.as_slice()?, places.as_slice()?);
+        let packed = detach::detached(py, |watch| {
+            let ranges = numbers.as_chunks::<2>().0.iter().map(|[first, bytes]| {
+                let (first, bytes) = (usize::try_from(*first).ok()?, usize::try_from(*bytes).ok()?);
+                Some(first..first.checked_add(bytes)?)
+            });
+            let ranges: Option<Vec<_>> = ranges.collect();
+            let ranges = ranges.ok_or_else(|| Error::new(Kind::Internal, "places: expected non-negative numbers"))?;
+            packing::pack(rows, &ranges, chunk_bytes, codecs, watch)
+        })?;
+        Ok((packed.bytes.into_pyarray(py), packed.sizes.into_pyarray(py)))
     })
 }
 

@@ -50,7 +50,7 @@ class AutomodelTarget(TokenTarget):
     }
     decides: ClassVar[tuple[str, ...]] = ("dtype", "_tokens")
     ragged = False
-    copies: ClassVar[float] = 2.0
+    copies: float = 2.0
     takes_shard_bytes = False
     only_columns: tuple[str, ...] | None = COLUMNS["dspark"]
     token_types: Mapping[str, DTypeLike] = dict.fromkeys(COLUMNS["dspark"], np.int64)

@@ -63,7 +63,7 @@ class DeepspecTarget(TokenTarget):
         "last": f'the layer that is stored as the last hidden state (default: "{LAST}")',
         "layer_ids": "target_layer_ids of the other layers, ascending (default: their names)",
     }
-    copies: ClassVar[float] = 2.0
+    copies: float = 2.0
     only_columns: tuple[str, ...] | None = COLUMNS
     token_types: Mapping[str, DTypeLike] = dict(zip(COLUMNS, (np.int32, np.uint8, np.uint8), strict=True))
     reserved: ClassVar[Collection[str]] = _RESERVED

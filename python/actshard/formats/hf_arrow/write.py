@@ -76,7 +76,7 @@ class HfArrowTarget(Target):
         "one row each"
     }
     decides: ClassVar[tuple[str, ...]] = ("dtype", "rows")
-    copies: ClassVar[float] = 2.5
+    copies: float = 2.5
     holds_named_layers = True
     text_column: ClassVar[str | None] = "text"
     keeping_all: ClassVar[str | None] = "rows='sequences' keeps all tokens"

@@ -56,7 +56,7 @@ class SpeculatorsTarget(TokenTarget):
         "scales": 'with dtype="float8_e4m3fn", "float8_e5m2" or "int8": a scale per "token", "layer" or "channel" of an '
         'example, or one for the "whole" example',
     }
-    copies: ClassVar[float] = 1.5
+    copies: float = 1.5
     numbers_layers = False
     takes_shard_bytes = False
     only_columns: tuple[str, ...] | None = COLUMNS

@@ -142,14 +142,19 @@ class ZarrStore:
         fields = Fields(value, metadata_path, "" if metadata_path.name != ".zmetadata" else key)
         return _parse_array(self.path, node, self.version, fields, complete=self.is_complete)
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether the attributes name this package as the store's writer."""
+        writer = self.attributes.get("written_by")
+        return isinstance(writer, str) and writer.startswith(f"{WRITER} ")
+
     @functools.cached_property
     def is_complete(self) -> bool:
         """Whether the store's writer stores every chunk. For other writers, a missing chunk has the fill value.
 
         The attribute alone does not prove it: merged stores of other writers have it, too, without their missing chunks.
         """
-        writer = self.attributes.get("written_by")
-        if not (isinstance(writer, str) and writer.startswith(f"{WRITER} ")):
+        if not self.is_ours:
             return False
         run = [self.path.parent.parent] if self.path.parent.name == "shards" else []
         for folder in (self.path, *run):

@@ -14,6 +14,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,21 +23,28 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard.errors import FormatError
+from actshard.formats.target import Block
 
 CHUNK_BYTES = 1 << 20
 """Within the 0.5 to 2 MB of the specification."""
 SHARD_BYTES = 256 << 20
 """Default size of a shard's chunks."""
 _PADDING = 8
-"""Rows per row of padding, at least, in the last inner chunks of the first examples."""
+"""Rows per row of padding, at least, in the last inner chunks of the examples that the writer knows."""
 _BYTES_PER_SLOT = 1 << 10
 """Bytes of rows per entry of 16 bytes in a shard's index, if the longest examples need as many: 1/64 of the shard."""
 _MOST_SLOTS = 1 << 18
 """Entries of a shard's index. A reader holds it in memory: 4 MiB."""
+_FILE_COST = 1 << 18
+"""Bytes of indexes that one file less is worth."""
 _ABSENT = np.iinfo(np.uint64).max
 
+Codec = dict[str, Any]
+"""A codec in the words of the metadata."""
 ChunkPieces = NDArray[np.int64]
 """ChunkPieces of :meth:`Target.put`."""
+ChunkWrites = tuple[NDArray[np.uint8], list[tuple[Path, int]], ChunkPieces]
+"""Memory to write, the files with their sizes, and the pieces."""
 Put = Callable[
     [Sequence[NDArray[np.uint8]], Sequence[tuple[Path, int]], Sequence[tuple[int, int, int, int, int]]], None
 ]
@@ -55,6 +63,8 @@ class Chunks(ABC):
     dtypes: ClassVar[tuple[str, ...]]
     keys_are_arrays: ClassVar[bool]
     """Whether the version has a standard dtype for bytes of a fixed length."""
+    needs_all_lengths: ClassVar[bool]
+    """Whether :meth:`choose` takes the lengths of all examples, where they are known, in place of those of the first block."""
 
     def __init__(self, layers: int, chunk: int | None) -> None:
         self.layers = layers
@@ -76,27 +86,33 @@ class Chunks(ABC):
         self.chunk = size_in(config, "chunk")
 
     @abstractmethod
-    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None) -> None:
-        """Chooses what is not given, from the tokens of the first examples."""
+    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None, *, is_all: bool) -> None:
+        """Chooses what is not given, from the tokens of the first examples, or of all (``is_all``)."""
 
-    def begin(self, lengths: NDArray[np.int64]) -> None:  # noqa: B027 -- a file per chunk needs no state
-        """Continues after examples with these tokens."""
+    def state(self) -> dict[str, Any]:
+        """What a commit records of the examples since the last one, to continue after them."""
+        return {"chunk": self.chunk}
+
+    def committed(self) -> None:  # noqa: B027 -- a file per chunk needs no state
+        """Called when :meth:`state` is recorded."""
+
+    def begin(self, states: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]) -> None:
+        """Continues after commits with these states, of examples with these tokens."""
+        if self.chunk is None and states:
+            self.chunk = size_in(states[-1], "chunk")
 
     def begin_at(self, first: int) -> None:  # noqa: B027 -- as above
         """Begins with an example of :meth:`borders`, in a task of a plan; other tasks write the examples before."""
 
     @abstractmethod
-    def place(
-        self, folder: Path, first: int, tokens: NDArray[np.int64], starts: NDArray[np.int64], row_bytes: int
-    ) -> tuple[list[tuple[Path, int]], ChunkPieces]:
-        """Returns the files, each with its size, and the pieces of the next examples.
+    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> ChunkWrites:
+        """Returns what to write for the next examples.
 
         Args:
             folder: the array's folder.
             first: number of the first example.
             tokens: ``(n,)``.
-            starts: ``(n, layers)``: their first rows in memory.
-            row_bytes: bytes per row.
+            block: the examples.
         """
 
     @abstractmethod
@@ -125,17 +141,16 @@ class PlainChunks(Chunks):
     version: ClassVar[int] = 2
     dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "F16")
     keys_are_arrays: ClassVar[bool] = True
+    needs_all_lengths: ClassVar[bool] = False  # the bytes of conversions stay what they were
 
-    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None) -> None:
+    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None, *, is_all: bool) -> None:
         """A power of two for chunks of 0.5 to 1 MiB, so that it divides usual values of T_max. Shorter arrays have one chunk."""
         if self.chunk is None:
             fits = max(1, CHUNK_BYTES // row_bytes)
             self.chunk = min(1 << (fits.bit_length() - 1), t_max or max(int(lengths.max(initial=0)), 1))
 
-    def place(
-        self, folder: Path, first: int, tokens: NDArray[np.int64], starts: NDArray[np.int64], row_bytes: int
-    ) -> tuple[list[tuple[Path, int]], ChunkPieces]:
-        chunk = self.tokens
+    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> ChunkWrites:
+        chunk, starts, row_bytes = self.tokens, block.starts, block.row_bytes
         stretches = -(-tokens // chunk)
         # One entry per (sample, layer, stretch), in memory order.
         per = np.repeat(stretches, self.layers)
@@ -147,7 +162,7 @@ class PlainChunks(Chunks):
         table = np.stack([zeros, start * row_bytes, rows * row_bytes, np.arange(len(k)), zeros], axis=1)
         sample, layer = np.divmod(pair, self.layers)
         names = zip((sample + first).tolist(), layer.tolist(), k.tolist(), strict=True)
-        return [(folder / f"{i}.{la}.{t}.0", chunk * row_bytes) for i, la, t in names], table
+        return block.bytes, [(folder / f"{i}.{la}.{t}.0", chunk * row_bytes) for i, la, t in names], table
 
     def forget(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int) -> None:
         if folder.is_dir():
@@ -165,12 +180,38 @@ class PlainChunks(Chunks):
         return chunks, chunks * self.tokens * row_bytes
 
 
+@dataclass(frozen=True)
+class ShardChunks:
+    """The inner chunks of a shard."""
+
+    name: str
+    """The file's name."""
+    counts: NDArray[np.int64]
+    """``(samples,)``: number of inner chunks of each sample."""
+    sizes: NDArray[np.int64]
+    """Bytes of each inner chunk, in the order of samples and tokens."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all inner chunks."""
+        return int(self.sizes.sum())
+
+    def entries(self, samples: int, slots: int) -> NDArray[np.uint64]:
+        """The index of a shard of so many samples and inner chunks of each, ``(samples * slots, 2)``."""
+        entries = np.full((samples, slots, 2), _ABSENT, np.uint64)
+        sample = np.repeat(np.arange(len(self.counts)), self.counts)
+        slot = np.arange(len(sample)) - np.repeat(np.cumsum(self.counts) - self.counts, self.counts)
+        entries[sample, slot] = np.stack([np.cumsum(self.sizes) - self.sizes, self.sizes], axis=1)
+        return entries.reshape(-1, 2)
+
+
 class ShardedChunks(Chunks):
     """Version 3: shards of one layer."""
 
     version: ClassVar[int] = 3
     dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "F16", "BF16")
     keys_are_arrays: ClassVar[bool] = False
+    needs_all_lengths: ClassVar[bool] = True
 
     def __init__(self, layers: int, chunk: int | None, shard_bytes: int | None) -> None:
         super().__init__(layers, chunk)
@@ -198,20 +239,30 @@ class ShardedChunks(Chunks):
         assert self.slots is not None
         return self.samples, self.slots * self.tokens
 
-    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None) -> None:
+    def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None, *, is_all: bool) -> None:
         """The longest inner chunks with little padding; samples for shards of the given size."""
-        if self.chunk is None:
-            self.chunk = _longest_chunk(lengths, row_bytes)
         if self.samples is not None:
             return
+        longest = max(int(lengths.max(initial=0)), 1) if is_all else t_max
+        if self.chunk is None:
+            self.chunk = self._chunk_for(lengths, row_bytes)
+        elif longest is not None:  # longer chunks would have zeros only
+            self.chunk = min(self.chunk, longest)
         chunks = -(-lengths // self.chunk)
         mean = max(int(chunks.sum()), 1) * self.chunk * row_bytes / max(len(lengths), 1)
-        # Later examples may be longer. Slots that no example needs are left out of the finished index.
-        slots = max(2 * int(chunks.max(initial=1)), 2, int(mean) // _BYTES_PER_SLOT)
-        if t_max is not None:
-            slots = min(slots, -(-t_max // self.chunk))
-        self.slots = min(slots, _MOST_SLOTS, max(1, self._bytes // (self.chunk * row_bytes)))
-        self.samples = max(1, min(int(self._bytes / mean), _MOST_SLOTS // self.slots))
+        most = min(_MOST_SLOTS, max(1, self._bytes // (self.chunk * row_bytes)))
+        if is_all:
+            file_cost = min(_FILE_COST, self._bytes // 64)
+            self.samples, self.slots = _cheapest_shape(chunks, max(1, int(self._bytes / mean)), most, file_cost)
+        else:
+            # Later examples may be longer. Slots that no example needs are left out of the finished index.
+            slots = max(2 * int(chunks.max(initial=1)), 2, int(mean) // _BYTES_PER_SLOT)
+            self.slots = min(slots, most, slots if t_max is None else -(-t_max // self.chunk))
+            self.samples = max(1, min(int(self._bytes / mean), _MOST_SLOTS // self.slots))
+
+    def _chunk_for(self, lengths: NDArray[np.int64], row_bytes: int) -> int:
+        """T_chunk for examples with these tokens."""
+        return longest_chunk(lengths, max(1, CHUNK_BYTES // row_bytes), 1, _PADDING)
 
     def _counts(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """``(n, ranges)``: inner chunks of samples in each range of tokens."""
@@ -226,7 +277,8 @@ class ShardedChunks(Chunks):
         for first in range(0, len(lengths), samples):
             yield first // samples, self._counts(lengths[first : first + samples])
 
-    def begin(self, lengths: NDArray[np.int64]) -> None:
+    def begin(self, states: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]) -> None:
+        super().begin(states, lengths)
         self._next = len(lengths)
         if self.samples is None:  # no example was written
             return
@@ -237,12 +289,11 @@ class ShardedChunks(Chunks):
             raise FormatError(f"a task begins with example {first}, within a shard; make the plan again")
         self._next, self._chunks = first, np.zeros(0, np.int64)
 
-    def place(
-        self, folder: Path, first: int, tokens: NDArray[np.int64], starts: NDArray[np.int64], row_bytes: int
-    ) -> tuple[list[tuple[Path, int]], ChunkPieces]:
+    def place(self, folder: Path, first: int, tokens: NDArray[np.int64], block: Block) -> ChunkWrites:
         samples, span = self._sizes
+        starts, row_bytes = block.starts, block.row_bytes
         if not len(tokens):
-            return [], np.zeros((0, 5), np.int64)
+            return block.bytes, [], np.zeros((0, 5), np.int64)
         counts = self._counts(tokens)
         ranges = max(counts.shape[1], len(self._chunks))
         counts = np.pad(counts, ((0, 0), (0, ranges - counts.shape[1])))
@@ -267,46 +318,50 @@ class ShardedChunks(Chunks):
         np.maximum.at(ends, file, (before + counts)[sample, k] * chunk_bytes)
         offsets = before[sample, k] * chunk_bytes
         table = np.stack([np.zeros_like(k), start * row_bytes, rows * row_bytes, file, offsets], axis=1)
+        names = self._names(keys, int(shard[0]), ranges)
+        return block.bytes, [(folder / name, end) for name, end in zip(names, ends.tolist(), strict=True)], table
+
+    def _names(self, keys: NDArray[np.int64], shard: int, ranges: int) -> list[str]:
+        """Names of the shards with these keys: ``(group * layers + layer) * ranges + range``, groups counted from ``shard``."""
         pairs, stretches = np.divmod(keys, ranges)
         groups, layers = np.divmod(pairs, self.layers)
-        names = zip((groups + shard[0]).tolist(), layers.tolist(), stretches.tolist(), ends.tolist(), strict=True)
-        return [(folder / f"c.{group}.{la}.{k}.0", end) for group, la, k, end in names], table
+        names = zip((groups + shard).tolist(), layers.tolist(), stretches.tolist(), strict=True)
+        return [f"c.{group}.{layer}.{stretch}.0" for group, layer, stretch in names]
+
+    def _shards(self, lengths: NDArray[np.int64], row_bytes: int) -> Iterator[ShardChunks]:
+        """The shards that contain inner chunks of examples with these tokens."""
+        if self.samples is None:  # no example was written
+            return
+        for group, counts in self._per_shard(lengths):
+            for stretch, of_sample in enumerate(counts.T):
+                sizes = np.full(int(of_sample.sum()), self.tokens * row_bytes)
+                for layer in range(self.layers if len(sizes) else 0):
+                    yield ShardChunks(f"c.{group}.{layer}.{stretch}.0", of_sample, sizes)
 
     def forget(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int) -> None:
         if not folder.is_dir():
             return
-        sizes: dict[str, int] = {}
-        if self.samples is not None:
-            for group, counts in self._per_shard(lengths):
-                for stretch, count in enumerate(counts.sum(axis=0).tolist()):
-                    size = count * self.tokens * row_bytes
-                    sizes |= {f"c.{group}.{layer}.{stretch}.0": size for layer in range(self.layers)}
+        sizes = {shard.name: shard.size for shard in self._shards(lengths, row_bytes)}
         with os.scandir(folder) as entries:
             present = [(e.name, e.path, e.stat().st_size) for e in entries if is_shard(e.name)]
         for name, path, size in present:
-            if not sizes.get(name):
+            if name not in sizes:
                 Path(path).unlink()
             elif size > sizes[name]:
                 os.truncate(path, sizes[name])
 
     def close(self, folder: Path, lengths: NDArray[np.int64], row_bytes: int, put: Put) -> None:
         samples, slots = self._final(lengths)
-        chunk_bytes = self.tokens * row_bytes
         written: list[str | os.PathLike[str]] = []
-        for group, counts in self._per_shard(lengths):
-            for stretch, of_sample in enumerate(counts.T):
-                if not of_sample.any():
-                    continue
-                index = _native.encode_shard_index(_entries(of_sample, samples, slots, chunk_bytes))
-                end = int(of_sample.sum()) * chunk_bytes
-                for layer in range(self.layers):
-                    path = folder / f"c.{group}.{layer}.{stretch}.0"
-                    size = path.stat().st_size if path.exists() else 0
-                    if size < end:
-                        raise FormatError(f"expected {end} bytes of chunks, found {size}", path=path, offset=size)
-                    put([index], [(path, end + index.size)], [(0, 0, index.size, 0, end)])
-                    os.truncate(path, end + index.size)
-                    written.append(path)
+        for shard in self._shards(lengths, row_bytes):
+            path, end = folder / shard.name, shard.size
+            size = path.stat().st_size if path.exists() else 0
+            if size < end:
+                raise FormatError(f"expected {end} bytes of chunks, found {size}", path=path, offset=size)
+            index = _native.encode_shard_index(shard.entries(samples, slots))
+            put([index], [(path, end + index.size)], [(0, 0, index.size, 0, end)])
+            os.truncate(path, end + index.size)
+            written.append(path)
         _native.sync_files(written)
 
     def _final(self, lengths: NDArray[np.int64]) -> tuple[int, int]:
@@ -319,7 +374,13 @@ class ShardedChunks(Chunks):
     def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
         samples, slots = self._final(lengths)
         inner = (1, 1, self.tokens, shape[3])
-        return array_meta(3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner)
+        return array_meta(
+            3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner, self.codecs(dtype, shape[3])
+        )
+
+    def codecs(self, dtype: np.dtype[Any], width: int) -> list[Codec]:
+        """Codecs of inner chunks of rows of ``width`` elements, in the words of the metadata."""
+        return [plain_codec(dtype)]
 
     def estimate(self, lengths: NDArray[np.int64], row_bytes: int) -> tuple[int, int]:
         samples, slots = self._final(lengths)
@@ -336,31 +397,54 @@ def is_shard(name: str) -> bool:
     return name.startswith("c.") and _CHUNK.fullmatch(name[2:]) is not None
 
 
-def _longest_chunk(lengths: NDArray[np.int64], row_bytes: int) -> int:
-    """The longest inner chunk of at most 1 MiB whose padding takes at most 1/8 of the rows of these examples.
+def longest_chunk(lengths: NDArray[np.int64], most: int, least: int, padding: int) -> int:
+    """The longest inner chunk of at most ``most`` tokens with at least ``padding`` rows of these examples per row of padding.
 
-    A power of two, or an equal division of the longest example.
+    A power of two, or an equal division of the longest example or of one of the most common length. ``least``, or the longest
+    example, if all have more padding.
     """
-    most = max(1, CHUNK_BYTES // row_bytes)
     longest = max(int(lengths.max(initial=0)), 1)
-    chunks = {1 << k for k in range(min(most, longest).bit_length())} | {-(-longest // -(-longest // most))}
+    lengths = lengths[lengths > 0]
+    values, counts = np.unique(lengths, return_counts=True)
+    common = int(values[counts.argmax()]) if len(values) else longest
+    chunks = {1 << k for k in range(min(most, longest).bit_length())}
+    chunks |= {-(-n // -(-n // most)) for n in (longest, common)}
     rows = int(lengths.sum())
     for chunk in sorted(chunks, reverse=True):
-        padding = int((-lengths % chunk).sum())
-        if padding * _PADDING <= rows:
+        if int((-lengths % chunk).sum()) * padding <= rows:
             return chunk
-    return 1
+    return min(least, longest)
 
 
-def _entries(counts: NDArray[np.int64], samples: int, slots: int, chunk_bytes: int) -> NDArray[np.uint64]:
-    """The index of a shard whose samples have these numbers of inner chunks, ``(samples * slots, 2)``."""
-    entries = np.full((samples, slots, 2), _ABSENT, np.uint64)
-    sample = np.repeat(np.arange(len(counts)), counts)
-    number = np.arange(len(sample))
-    entries[sample, number - np.repeat(np.cumsum(counts) - counts, counts)] = np.stack(
-        [number * chunk_bytes, np.full_like(number, chunk_bytes)], axis=1
-    )
-    return entries.reshape(-1, 2)
+def _cheapest_shape(chunks: NDArray[np.int64], most_samples: int, most_slots: int, file_cost: int) -> tuple[int, int]:
+    """Samples, and inner chunks of each, of a shard, with few files and small indexes.
+
+    The index of a shard has an entry for each of ``samples * slots`` inner chunks, and each further shard of a long sample has such
+    an index, too.
+
+    Args:
+        chunks: numbers of inner chunks of all samples.
+        most_samples: samples that fill a shard.
+        most_slots: inner chunks that fill a shard.
+        file_cost: bytes that one file less is worth.
+    """
+    costs = {}
+    for samples in _powers(min(most_samples, max(len(chunks), 1))):
+        group_chunks = np.maximum.reduceat(chunks, np.arange(0, len(chunks), samples)) if len(chunks) else chunks
+        for slots in _powers(min(max(int(chunks.max(initial=1)), 1), most_slots, max(_MOST_SLOTS // samples, 1))):
+            files = int((-(-group_chunks // slots)).sum())
+            costs[samples, slots] = files * (16 * samples * slots + file_cost)
+    return min(costs, key=lambda shape: (costs[shape], shape))
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to ``most``, and ``most``."""
+    return sorted({most, *(1 << k for k in range(most.bit_length()))})
+
+
+def plain_codec(dtype: np.dtype[Any]) -> Codec:
+    """The codec of numbers in C order."""
+    return {"name": "bytes", **({"configuration": {"endian": "little"}} if dtype.itemsize > 1 else {})}
 
 
 def size_in(values: Mapping[str, Any], name: str) -> int | None:
@@ -377,10 +461,11 @@ def array_meta(
     chunks: Sequence[int],
     dtype: np.dtype[Any],
     inner: Sequence[int] | None = None,
+    inner_codecs: Sequence[Codec] = (),
 ) -> dict[str, Any]:
     """Contents of a ``.zarray``, or of an array's ``zarr.json``, for plain chunks in C order.
 
-    ``inner``: version 3: ``chunks`` are shards of plain inner chunks of this shape.
+    ``inner``: version 3: ``chunks`` are shards of inner chunks of this shape, with the codecs ``inner_codecs``.
     """
     fill = {"b": False, "f": 0.0, "V": 0.0, "S": ""}.get(dtype.kind, 0)
     if version == 2:
@@ -395,13 +480,12 @@ def array_meta(
             "shape": [int(n) for n in shape],
             "zarr_format": 2,
         }
-    plain: dict[str, Any] = {"name": "bytes", "configuration": {"endian": "little"}}
-    codecs = [plain if dtype.itemsize > 1 else {"name": "bytes"}]
+    codecs = [plain_codec(dtype)]
     if inner is not None:
         configuration = {
             "chunk_shape": [int(n) for n in inner],
-            "codecs": codecs,
-            "index_codecs": [plain, {"name": "crc32c"}],
+            "codecs": list(inner_codecs),
+            "index_codecs": [plain_codec(np.dtype(np.uint64)), {"name": "crc32c"}],
             "index_location": "end",
         }
         codecs = [{"name": "sharding_indexed", "configuration": configuration}]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard.formats.carrying import Carrying, without_files
 from actshard.formats.zarr.member import Member
+from actshard.formats.zarr.packing import PACKS, codec_name
 from actshard.formats.zarr.read import members_of
 from actshard.formats.zarr.write import OWN_ATTRIBUTES
 from actshard.location import Location
@@ -33,8 +34,12 @@ class ZarrCarrying(Carrying):
         kept_metadata = without_files(contents.metadata)
         return kept_metadata | without_files(_first(contents)) if "shards" in contents.metadata else kept_metadata
 
-    def copy_options(self, files: Iterable[str]) -> dict[str, Any]:
-        return {"version": 3} if any(file.rpartition("/")[2] == "zarr.json" for file in files) else {}
+    def copy_options(self, root: Location, files: Iterable[str]) -> dict[str, Any]:
+        if not any(file.rpartition("/")[2] == "zarr.json" for file in files):
+            return {}
+        array = Member(members_of(root)[0]).arrays[0]
+        pack = next((pack for pack in PACKS if array.inner and codec_name(pack) in array.codecs), None)
+        return {"version": 3} if pack is None else {"version": 3, "pack": pack}
 
     def metadata_again(
         self, metadata: Mapping[str, Any], contents: Contents | None

@@ -16,6 +16,9 @@ from actshard.errors import FormatError, MissingFileError, NotAFileError, Unsupp
 from actshard.location import Location, read_together
 from actshard.storage import Entry, Kind, Stat
 
+PLANES = "actshard.planes"
+"""The codec of packed rows (docs/formats/planes.md)."""
+
 
 @dataclass(frozen=True)
 class ArrayMeta:

@@ -17,6 +17,7 @@ import numpy as np
 
 import actshard._native as _native
 from actshard.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError
+from actshard.formats.zarr.meta import PLANES
 
 if TYPE_CHECKING:
     from actshard.formats.zarr.meta import ArrayMeta
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 _NUMBERS = ("astype", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle", "transpose")
 _COMPRESSORS = ("blosc", "bz2", "gzip", "lz4", "lzma", "pcodec", "zfpy", "zlib", "zstd")
 _AROUND = ("adler32", "crc32", "crc32c", "fletcher32", "jenkins_lookup3", "bytes", "sharding_indexed")
-HARMLESS = frozenset((*_NUMBERS, *_COMPRESSORS, *_AROUND))
+HARMLESS = frozenset((*_NUMBERS, *_COMPRESSORS, PLANES, *_AROUND))
 """Codecs that only transform data. numcodecs also has ``pickle``, which would execute code from the file."""
 
 MOST_WIDER = 8
@@ -105,6 +106,8 @@ class PackageArray:
             size = int.from_bytes(data[:4], "little")
         elif name == "blosc":
             size = int.from_bytes(data[4:8], "little")
+        elif name == PLANES:
+            size = int.from_bytes(data[8:12], "little")
         elif name == "lzma":
             size = _lzma_size(data, configuration, limit, path)
         if size is not None and size > limit:

@@ -28,6 +28,7 @@ decoded by the zarrs crate or, for codecs that it lacks, by the zarr package. Th
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import PurePosixPath
@@ -51,6 +52,7 @@ from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, TEXTS, Member
+from actshard.formats.zarr.meta import PLANES, ArrayMeta
 from actshard.layers import Layer, checked
 from actshard.location import Location
 
@@ -160,7 +162,7 @@ def open(path: Location, options: Options) -> Contents:
         descr=dtype,
         io=options.io,
     )
-    warnings = _warnings(members, rows.decodes)
+    warnings = _warnings(members, rows.decodes, dtype)
     n = sum(m.n for m in members)
 
     def counts() -> NDArray[np.int64]:
@@ -193,14 +195,29 @@ def open(path: Location, options: Options) -> Contents:
     )
 
 
-def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
+_PLAIN_SHARDS = frozenset(("sharding_indexed", "bytes", "crc32c"))
+"""Codecs of shards whose inner chunks are not compressed."""
+
+
+def _warnings(members: Sequence[Member], decodes: bool, dtype: np.dtype[Any]) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
     remarks = [(member, remark) for member in members for remark in (*member.warnings, *member.missing_values())]
     warnings = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
     if not members[0].path.lists:
         warnings.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
-    coded = sorted({a.how for m in members for a in m.arrays if a.how})
-    if coded and decodes:
+    coded_arrays = [(m, a) for m in members for a in m.arrays if a.how] if decodes else []
+    plain_sizes = [math.prod(a.chunks) for _, a in coded_arrays if _is_remote_plain(a)]
+    if plain_sizes:
+        size = max(plain_sizes) * dtype.itemsize
+        warnings.append(
+            Remark(
+                "layout",
+                f"inner chunks of remote shards are read whole (up to {size:,} bytes each): single rows transfer more bytes than "
+                "they have; streams and whole examples do not",
+            )
+        )
+    coded = sorted({a.how for m, a in coded_arrays if not (_is_remote_plain(a) or _is_packed(a, m))})
+    if coded:
         warnings.append(
             Remark(
                 "layout",
@@ -209,6 +226,16 @@ def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
             )
         )
     return warnings
+
+
+def _is_remote_plain(array: ArrayMeta) -> bool:
+    """Whether an array has remote shards whose inner chunks are not compressed."""
+    return array.inner and array.folder.is_remote and _PLAIN_SHARDS.issuperset(array.codecs)
+
+
+def _is_packed(array: ArrayMeta, member: Member) -> bool:
+    """Whether the writer chose small encoded chunks (``pack=``), which are decoded faster than most disks read."""
+    return PLANES in array.codecs or (array.inner and member.store.is_ours)
 
 
 def _model(metadata: dict[str, Any]) -> str | None:

@@ -33,8 +33,9 @@ from actshard.formats.target import (
     uniform,
 )
 from actshard.formats.zarr.arrays import WRITER
-from actshard.formats.zarr.chunks import Chunks, PlainChunks, ShardedChunks, array_meta, size_in
+from actshard.formats.zarr.chunks import Chunks, PlainChunks, ShardedChunks, array_meta
 from actshard.formats.zarr.member import ACTIVATIONS
+from actshard.formats.zarr.packing import PACKS, PackedChunks, pack_of
 from actshard.formats.zarr.placing import KEY, Placed, place, place_key
 from actshard.work import make_folder, record_files, refuse_other, sync_folders, write_json
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 NODE = ACTIVATIONS
 _DTYPES = {chunks.version: chunks.dtypes for chunks in (PlainChunks, ShardedChunks)}
+MOST_TOKENS = 1 << 24
+"""Limit on ``t_max``. Readers number the chunks that an array may have, up to 2^48."""
 MANY_FILES = 100_000
 """Number of chunk files from which the writer advises version 3."""
 _SMALL_CHUNK = 1 << 20
@@ -59,6 +62,7 @@ class ZarrTarget(Target):
         "chunk_tokens": "tokens per chunk, T_chunk (default: chunks of up to 1 MiB; version 3: with little padding)",
         "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
         "version": "of Zarr: 2 (default), a file per chunk; or 3, shards of many chunks, also of bfloat16",
+        "pack": f"lossless compression of chunks, with version 3: {', '.join(PACKS)} (default: none)",
     }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
@@ -76,10 +80,20 @@ class ZarrTarget(Target):
             raise ArgumentError(
                 f"metadata: {conflicts[0]!r} is reserved in Zarr stores, because it describes the arrays; rename yours"
             )
+        if self.t_max is not None and self.t_max > MOST_TOKENS:
+            raise ArgumentError(f"t_max: expected at most {MOST_TOKENS:,} tokens, found {self.t_max:,}")
         layers, chunk = len(spec.layers), positive(spec.options, "chunk_tokens", None)
-        self.chunks: Chunks = (
-            PlainChunks(layers, chunk) if self.version == 2 else ShardedChunks(layers, chunk, spec.shard_bytes)
-        )
+        pack = pack_of(spec.options)
+        self.chunks: Chunks
+        if pack is not None:
+            if self.version == 2:
+                raise ArgumentError("pack: requires shards; pass version=3 (--option version=3)")
+            self.chunks = PackedChunks(layers, chunk, spec.shard_bytes, pack)
+            self.copies = 2.0
+        elif self.version == 3:
+            self.chunks = ShardedChunks(layers, chunk, spec.shard_bytes)
+        else:
+            self.chunks = PlainChunks(layers, chunk)
         self.longest = 0
         self.created = created(spec, "%Y-%m-%dT%H:%M:%SZ")
         self._dirty: set[Path] = set()
@@ -128,16 +142,20 @@ class ZarrTarget(Target):
         check_utf8(table.drop_columns([KEY]) if is_array else table, first)
 
     def settle(self, block: Block) -> None:
-        self.chunks.choose(np.maximum(block.lengths[:, 0], 0), self.row_bytes, self.t_max)
+        is_all = self.all_lengths is not None and self.chunks.needs_all_lengths
+        lengths = self.all_lengths() if self.all_lengths is not None and is_all else block.lengths
+        self.all_lengths = None  # chosen once
+        self._choose(np.maximum(lengths[:, 0], 0), is_all=is_all)
+
+    def _choose(self, tokens: NDArray[np.int64], *, is_all: bool) -> None:
+        self.chunks.choose(tokens, self.row_bytes, self.t_max, is_all=is_all)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
         self.longest = max(int(lengths.max(initial=0)), 0)
-        if self.chunks.chunk is None and states:
-            self.chunks.chunk = size_in(states[-1], "chunk")
-        self.chunks.begin(lengths[:, 0])
+        self.chunks.begin(states, np.maximum(lengths[:, 0], 0))
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
         self.chunks.forget(self.root / NODE, lengths[:, 0], self.row_bytes)
@@ -150,17 +168,18 @@ class ZarrTarget(Target):
             raise ArgumentError(f"example {self.n + bad} has {tokens[bad]} tokens, {most[1]}")
         folder = self.root / NODE
         make_folder(folder)
-        self.chunks.choose(tokens, self.row_bytes, self.t_max)  # tasks of a plan to create choose by their own examples
-        files, table = self.chunks.place(folder, self.n, tokens, block.starts, self.row_bytes)
-        self.put([block.bytes], files, table)
+        self._choose(tokens, is_all=False)  # tasks of a plan to create choose by their own examples
+        memory, files, table = self.chunks.place(folder, self.n, tokens, block)
+        self.put([memory], files, table)
         self._dirty |= {path for path, _ in files}
         self.n += len(block)
         self.longest = max(self.longest, int(tokens.max(initial=0)))
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        return sorted(self._dirty), {"chunk": self.chunks.chunk}
+        return sorted(self._dirty), self.chunks.state()
 
     def committed(self) -> None:
+        self.chunks.committed()
         self._dirty.clear()
 
     # -- finishing -------------------------------------------------------------------------------------------------
@@ -170,7 +189,7 @@ class ZarrTarget(Target):
         folder = self.root / NODE
         self.chunks.forget(folder, tokens, self.row_bytes)
         t_max = self.t_max or max(self.longest, 1)
-        self.chunks.choose(tokens, self.row_bytes, t_max)  # chosen before, unless no example has tokens
+        self._choose(tokens, is_all=True)  # chosen before, unless no example has tokens
         self.chunks.close(folder, tokens, self.row_bytes, self.put)
         assert self.dtype is not None
         shape = (len(examples), len(self.spec.layers), t_max, self.spec.d_model)
@@ -203,7 +222,7 @@ class ZarrTarget(Target):
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         chunks = copy.copy(self.chunks)
-        chunks.choose(tokens, self.row_bytes, self.t_max)
+        chunks.choose(tokens, self.row_bytes, self.t_max, is_all=False)
         files, size = chunks.estimate(tokens, self.row_bytes)
         small = 1 + max(1, -(-len(tokens) // _SMALL_CHUNK))  # seq_len: metadata and chunks
         return files, files + small + (6 if self.version == 2 else 4), size
@@ -216,6 +235,9 @@ class ZarrTarget(Target):
     def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
         super().begin_at(first, state)
         self.chunks.begin_at(first)
+
+    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        return list(states)
 
     # -- small arrays ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ mod gather;
 mod kernels;
 mod layouts;
 mod names;
+mod planes;
 mod several;
 mod sources;
 mod threads;

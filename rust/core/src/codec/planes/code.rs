@@ -1,0 +1,200 @@
+//! Prefix codes of at most [`LONGEST`] bits: lengths by package-merge, canonical codes, and the encoder of a plane.
+//!
+//! A coded plane is: its smallest symbol; the number of symbols from it to the largest one, minus one; the code lengths of these,
+//! four bits each, the first in the low half (0: no such symbol); the lengths of four streams, 32 bits each; the streams. Stream
+//! `k` has the symbols from `k * q` on, at most `q`, where `q` is a quarter of the plane's length, rounded up. Bits fill bytes
+//! from the highest down; the last byte is filled up with zeros.
+
+use super::number;
+use crate::error::Result;
+use crate::memory;
+
+/// The longest code, in bits.
+pub const LONGEST: usize = 11;
+/// A plane is coded if one byte of so many is saved: a raw plane needs no time to decode.
+const LEAST_SAVED: usize = 16;
+/// Streams of a plane.
+pub const STREAMS: usize = 4;
+
+/// The code length of each symbol; 0 for one that does not occur.
+pub type Lengths = [u8; 256];
+
+/// How often each byte occurs.
+pub fn count(plane: &[u8]) -> [u32; 256] {
+    // Equal neighbours would wait for each other's sums in one table.
+    let mut counts = [[0u32; 256]; 8];
+    let (groups, rest) = plane.as_chunks::<8>();
+    for group in groups {
+        let bytes = u64::from_le_bytes(*group);
+        for (counts, shift) in counts.iter_mut().zip((0..64).step_by(8)) {
+            counts[(bytes >> shift & 0xff) as usize] += 1;
+        }
+    }
+    for byte in rest {
+        counts[0][usize::from(*byte)] += 1;
+    }
+    let [first, others @ ..] = &mut counts;
+    for other in others {
+        first.iter_mut().zip(other).for_each(|(sum, n)| *sum += *n);
+    }
+    *first
+}
+
+/// The code of a plane of `n` symbols if it saves one byte of [`LEAST_SAVED`].
+pub fn lengths_that_pay(counts: &[u32; 256], n: usize) -> Option<Lengths> {
+    // The entropy is at least log2(n^2 / sum of count^2), and 2^7.5 = 181: most planes of mantissas need no code to be rejected.
+    let squares: u64 = counts.iter().map(|count| u64::from(*count).pow(2)).sum();
+    if u128::from(squares) * 181 <= (n as u128).pow(2) {
+        return None;
+    }
+    let lengths = lengths(counts);
+    (coded_bytes(counts, &lengths) + n / LEAST_SAVED < n).then_some(lengths)
+}
+
+/// The lengths of an optimal code of at most [`LONGEST`] bits, for at least two symbols: the package-merge algorithm (Larmore and
+/// Hirschberg, 1990). Among equal weights, single symbols come before packages, and smaller symbols first.
+fn lengths(counts: &[u32; 256]) -> Lengths {
+    let mut symbols: Vec<(u64, u8)> =
+        (0..=255).zip(counts).filter(|(_, n)| **n > 0).map(|(symbol, n)| (u64::from(*n), symbol)).collect();
+    symbols.sort_unstable();
+    let n = symbols.len();
+    // Of each level, which entries of its merged list are packages, and their weights.
+    let mut levels: Vec<Vec<bool>> = vec![];
+    let mut packages: Vec<u64> = vec![];
+    for _ in 0..LONGEST {
+        let (mut singles, mut pairs) =
+            (symbols.iter().map(|(weight, _)| *weight).peekable(), packages.iter().copied().peekable());
+        let mut merged: Vec<u64> = Vec::with_capacity(2 * n);
+        let mut is_package = Vec::with_capacity(2 * n);
+        loop {
+            let package = match (singles.peek(), pairs.peek()) {
+                (Some(single), Some(pair)) => pair < single,
+                (Some(_), None) => false,
+                (None, Some(_)) => true,
+                (None, None) => break,
+            };
+            merged.extend(if package { pairs.next() } else { singles.next() });
+            is_package.push(package);
+        }
+        packages = merged.as_chunks::<2>().0.iter().map(|[a, b]| a + b).collect();
+        levels.push(is_package);
+    }
+    // The first 2n - 2 entries of the last list are in the code. A package contains two entries of the list before it.
+    let mut lengths = [0; 256];
+    let mut taken = 2 * n - 2;
+    for level in levels.iter().rev() {
+        let pairs = level[..taken].iter().filter(|package| **package).count();
+        for (_, symbol) in &symbols[..taken - pairs] {
+            lengths[usize::from(*symbol)] += 1;
+        }
+        taken = 2 * pairs;
+    }
+    lengths
+}
+
+/// Smallest and largest symbol.
+fn range(lengths: &Lengths) -> (usize, usize) {
+    let first = lengths.iter().position(|length| *length > 0).unwrap_or(0);
+    (first, lengths.iter().rposition(|length| *length > 0).unwrap_or(0))
+}
+
+/// The most bytes that a coded plane may have.
+fn coded_bytes(counts: &[u32; 256], lengths: &Lengths) -> usize {
+    let bits: u64 = counts.iter().zip(lengths).map(|(n, length)| u64::from(*n) * u64::from(*length)).sum();
+    let (first, last) = range(lengths);
+    // Below 2^32: a plane has less than 2^31 symbols.
+    2 + (last - first + 2) / 2 + 5 * STREAMS + usize::try_from(bits / 8).unwrap_or(usize::MAX)
+}
+
+/// The symbols of a code in the order of their codes: by length, then by symbol.
+#[derive(Debug)]
+pub struct Canonical {
+    symbols: [u8; 256],
+    /// Where the symbols of each length end.
+    ends: [usize; LONGEST + 1],
+}
+
+impl Canonical {
+    /// The order for these lengths.
+    pub fn new(lengths: &Lengths) -> Canonical {
+        let mut ends = [0; LONGEST + 1];
+        for length in lengths.iter().filter(|length| **length > 0) {
+            ends[usize::from(*length)] += 1;
+        }
+        for length in 1..=LONGEST {
+            ends[length] += ends[length - 1];
+        }
+        let mut symbols = [0; 256];
+        let mut next = ends;
+        next.rotate_right(1);
+        for (symbol, length) in (0..=255).zip(lengths).filter(|(_, length)| **length > 0) {
+            let at = &mut next[usize::from(*length)];
+            symbols[*at] = symbol;
+            *at += 1;
+        }
+        Canonical { symbols, ends }
+    }
+
+    /// The symbols whose codes have this length.
+    pub fn of_length(&self, length: usize) -> &[u8] {
+        &self.symbols[self.ends[length - 1]..self.ends[length]]
+    }
+}
+
+/// Each symbol's code, as `code << 8 | length`.
+fn codes(lengths: &Lengths) -> [u32; 256] {
+    let mut codes = [0; 256];
+    let canonical = Canonical::new(lengths);
+    let mut code = 0;
+    for (length, bits) in (1..=LONGEST).zip(1..) {
+        code <<= 1;
+        for symbol in canonical.of_length(length) {
+            codes[usize::from(*symbol)] = code << 8 | bits;
+            code += 1;
+        }
+    }
+    codes
+}
+
+/// Symbols between two writes: with the bits of an unfinished byte they fill less than 64.
+const TOGETHER: usize = 5;
+
+/// Appends a plane in this code.
+pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &Lengths) -> Result<()> {
+    let (first, last) = range(lengths);
+    // Both are below 256.
+    block.extend([u8::try_from(first).unwrap_or(0), u8::try_from(last - first).unwrap_or(0)]);
+    block.extend(lengths[first..=last].chunks(2).map(|pair| pair[0] | pair.get(1).unwrap_or(&0) << 4));
+    let mut at = block.len();
+    let header = at;
+    at += 4 * STREAMS;
+    let codes = codes(lengths);
+    let quarter = plane.len().div_ceil(STREAMS);
+    // A symbol has at most 11 bits, and a write 8 bytes.
+    let most = 4 * STREAMS + plane.len() * 11 / 8 + 8 + STREAMS;
+    memory::extend(block, most as u64)?;
+    block.resize(header + most, 0);
+    for (number, symbols) in plane.chunks(quarter.max(1)).enumerate() {
+        let begin = at;
+        let (mut bits, mut used) = (0u64, 0u32);
+        for group in symbols.chunks(TOGETHER) {
+            for symbol in group {
+                let code = codes[usize::from(*symbol)];
+                bits = bits << (code & 0xff) | u64::from(code >> 8);
+                used += code & 0xff;
+            }
+            // Never 0 bits: a symbol has at least one.
+            let bytes = (bits << (64 - used)).to_be_bytes();
+            block[at..at + 8].copy_from_slice(&bytes);
+            at += (used / 8) as usize;
+            used %= 8;
+        }
+        at += usize::from(used > 0);
+        // A stream has less than 2^32 bytes.
+        let length = u32::try_from(at - begin).unwrap_or(u32::MAX);
+        block[header + 4 * number..][..4].copy_from_slice(&length.to_le_bytes());
+    }
+    block.truncate(at);
+    debug_assert!((0..STREAMS).map(|k| number(block, header + 4 * k)).sum::<usize>() == at - header - 4 * STREAMS);
+    Ok(())
+}
