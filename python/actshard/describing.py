@@ -100,14 +100,16 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
     tokens_each = contents.tokens_each
     has_counts = contents.counts_are_cheap or counted
     counts = store.token_counts if tokens_each is None and has_counts else None
+    tokens = (
+        tokens_each * store.num_examples if tokens_each is not None else None if counts is None else int(counts.sum())
+    )
+    row_bytes = (tokens or 0) * len(store.layers) * store.d_model * store.dtype.itemsize
     return {
         "format": store.format,
         "path": str(store.path),
         "model": contents.model,
         "examples": store.num_examples,
-        "tokens": (None if tokens_each is None else tokens_each * store.num_examples)
-        if counts is None
-        else int(counts.sum()),
+        "tokens": tokens,
         "tokens_per_example": (
             None if tokens_each is None else [tokens_each, tokens_each] if store.num_examples else [0, 0]
         )
@@ -121,6 +123,7 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
         "shards": present if are_known else None,
         "missing_shards": missing if are_known else None,
         "bytes": total if are_known else None,
+        "ratio": round(total / row_bytes, 4) if are_known and row_bytes and not missing else None,
         "io": store.io,
         "columns": list(contents.column_names),
         "also": list(contents.extras),

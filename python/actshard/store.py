@@ -787,7 +787,7 @@ class Store(StreamVerbs, SampledVerbs):
         """Returns the properties that ``actshard info`` prints, as plain Python values.
 
         ``shards``, ``missing_shards`` and ``bytes`` are None if they would need one request for each of many chunks, because a web
-        server cannot list them.
+        server cannot list them. ``ratio`` is that of ``bytes`` to the bytes of the rows, uncompressed; None if one is unknown.
         """
         from actshard.describing import info_of
 

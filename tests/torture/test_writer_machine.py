@@ -56,7 +56,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"version": 3},
         {"version": 3, "shard_bytes": 200},
         {"version": 3, "shard_bytes": 200, "chunk_tokens": 3, "dtype": "bfloat16"},
-        {"version": 3, "shard_bytes": 200, "chunk_tokens": 2, "pack": "zstd"},
+        {"version": 3, "shard_bytes": 200, "chunk_tokens": 2, "pack": "lossless"},
         {"version": 3, "pack": "blosc", "dtype": "float16"},
     ],
     "pickle": [

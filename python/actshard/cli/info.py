@@ -16,6 +16,10 @@ from actshard.storage import Remote
 from actshard.store import Store
 
 
+_PACKED = 0.95
+"""Ratio of stored bytes to bytes of rows, below which it is shown."""
+
+
 def whence(path: Any) -> dict[str, Any]:
     """Returns ``revision``, the commit of a dataset on the hub, or ``staged_from``, the source of a staged copy."""
     location = Location.at(path)
@@ -55,6 +59,7 @@ def show(store: Store) -> None:
         shards += (
             f" [yellow]({about['missing_shards']:,} more {'is' if about['missing_shards'] == 1 else 'are'} missing)[/]"
         )
+    packed = f" ({about['ratio']:.2f} of the rows)" if about["ratio"] is not None and about["ratio"] < _PACKED else ""
     lines: list[tuple[str, Any]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),
@@ -67,7 +72,7 @@ def show(store: Store) -> None:
         ("d_model", f"{store.d_model:,}"),
         ("dtype", dtype),
         ("shards", shards),
-        ("bytes", not_counted if about["bytes"] is None else size(about["bytes"])),
+        ("bytes", not_counted if about["bytes"] is None else size(about["bytes"]) + packed),
         ("read by", about["io"]),
         *([("also", ", ".join(about["also"]))] if about["also"] else []),
         ("columns", escape(", ".join(about["columns"]))),

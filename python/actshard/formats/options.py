@@ -40,7 +40,7 @@ class ZarrOptions(TypedDict, total=False):
     """Options of Zarr stores."""
 
     version: FormatVersion
-    pack: Literal["zstd", "blosc"]
+    pack: Literal["lossless", "zstd", "blosc"]
     chunk_tokens: int
     t_max: int
 

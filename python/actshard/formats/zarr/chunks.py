@@ -35,7 +35,7 @@ _BYTES_PER_SLOT = 1 << 10
 """Bytes of rows per entry of 16 bytes in a shard's index, if the longest examples need as many: 1/64 of the shard."""
 _MOST_SLOTS = 1 << 18
 """Entries of a shard's index. A reader holds it in memory: 4 MiB."""
-_BYTES_PER_FILE = 1 << 20
+_FILE_COST = 1 << 18
 """Bytes of indexes that one file less is worth."""
 _ABSENT = np.iinfo(np.uint64).max
 
@@ -248,12 +248,13 @@ class ShardedChunks(Chunks):
         mean = max(int(chunks.sum()), 1) * self.chunk * row_bytes / max(len(lengths), 1)
         most = min(_MOST_SLOTS, max(1, self._bytes // (self.chunk * row_bytes)))
         if is_all:
-            self.slots = _best_slots(chunks, most, self._bytes / mean)
+            file_cost = min(_FILE_COST, self._bytes // 64)
+            self.samples, self.slots = _cheapest_shape(chunks, max(1, int(self._bytes / mean)), most, file_cost)
         else:
             # Later examples may be longer. Slots that no example needs are left out of the finished index.
             slots = max(2 * int(chunks.max(initial=1)), 2, int(mean) // _BYTES_PER_SLOT)
             self.slots = min(slots, most, slots if t_max is None else -(-t_max // self.chunk))
-        self.samples = _samples(self._bytes / mean, self.slots)
+            self.samples = max(1, min(int(self._bytes / mean), _MOST_SLOTS // self.slots))
 
     def _chunk_for(self, lengths: NDArray[np.int64], row_bytes: int) -> int:
         """T_chunk for examples with these tokens."""
@@ -369,10 +370,12 @@ class ShardedChunks(Chunks):
     def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
         samples, slots = self._final(lengths)
         inner = (1, 1, self.tokens, shape[3])
-        return array_meta(3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner, self.codecs(dtype))
+        return array_meta(
+            3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner, self.codecs(dtype, shape[3])
+        )
 
-    def codecs(self, dtype: np.dtype[Any]) -> list[Codec]:
-        """Codecs of inner chunks, in the words of the metadata."""
+    def codecs(self, dtype: np.dtype[Any], width: int) -> list[Codec]:
+        """Codecs of inner chunks of rows of ``width`` elements, in the words of the metadata."""
         return [plain_codec(dtype)]
 
     def estimate(self, lengths: NDArray[np.int64], row_bytes: int) -> tuple[int, int]:
@@ -393,10 +396,15 @@ def is_shard(name: str) -> bool:
 def longest_chunk(lengths: NDArray[np.int64], most: int, least: int, padding: int) -> int:
     """The longest inner chunk of at most ``most`` tokens with at least ``padding`` rows of these examples per row of padding.
 
-    A power of two, or an equal division of the longest example. ``least``, or the longest example, if all have more padding.
+    A power of two, or an equal division of the longest example or of one of the most common length. ``least``, or the longest
+    example, if all have more padding.
     """
     longest = max(int(lengths.max(initial=0)), 1)
-    chunks = {1 << k for k in range(min(most, longest).bit_length())} | {-(-longest // -(-longest // most))}
+    lengths = lengths[lengths > 0]
+    values, counts = np.unique(lengths, return_counts=True)
+    common = int(values[counts.argmax()]) if len(values) else longest
+    chunks = {1 << k for k in range(min(most, longest).bit_length())}
+    chunks |= {-(-n // -(-n // most)) for n in (longest, common)}
     rows = int(lengths.sum())
     for chunk in sorted(chunks, reverse=True):
         if int((-lengths % chunk).sum()) * padding <= rows:
@@ -404,21 +412,30 @@ def longest_chunk(lengths: NDArray[np.int64], most: int, least: int, padding: in
     return min(least, longest)
 
 
-def _samples(fitting: float, slots: int) -> int:
-    """Samples per shard, of which ``fitting`` have the bytes of a shard."""
-    return max(1, min(int(fitting), _MOST_SLOTS // slots))
+def _cheapest_shape(chunks: NDArray[np.int64], most_samples: int, most_slots: int, file_cost: int) -> tuple[int, int]:
+    """Samples, and inner chunks of each, of a shard, with few files and small indexes.
 
+    The index of a shard has an entry for each of ``samples * slots`` inner chunks, and each further shard of a long sample has such
+    an index, too.
 
-def _best_slots(chunks: NDArray[np.int64], most: int, fitting: float) -> int:
-    """Inner chunks per sample and shard with few files and small indexes, from the numbers of inner chunks of all examples."""
-    longest = min(max(int(chunks.max(initial=1)), 1), most)
+    Args:
+        chunks: numbers of inner chunks of all samples.
+        most_samples: samples that fill a shard.
+        most_slots: inner chunks that fill a shard.
+        file_cost: bytes that one file less is worth.
+    """
     costs = {}
-    for slots in sorted({longest, *(1 << k for k in range(longest.bit_length()))}, reverse=True):
-        samples = min(_samples(fitting, slots), max(len(chunks), 1))
-        longest_of_group = np.maximum.reduceat(chunks, np.arange(0, len(chunks), samples)) if len(chunks) else chunks
-        files = int((-(-longest_of_group // slots)).sum())
-        costs[slots] = files * (16 * samples * slots + _BYTES_PER_FILE)
-    return min(costs, key=lambda slots: costs[slots])
+    for samples in _powers(min(most_samples, max(len(chunks), 1))):
+        group_chunks = np.maximum.reduceat(chunks, np.arange(0, len(chunks), samples)) if len(chunks) else chunks
+        for slots in _powers(min(max(int(chunks.max(initial=1)), 1), most_slots, max(_MOST_SLOTS // samples, 1))):
+            files = int((-(-group_chunks // slots)).sum())
+            costs[samples, slots] = files * (16 * samples * slots + file_cost)
+    return min(costs, key=lambda shape: (costs[shape], shape))
+
+
+def _powers(most: int) -> list[int]:
+    """Powers of two up to ``most``, and ``most``."""
+    return sorted({most, *(1 << k for k in range(most.bit_length()))})
 
 
 def plain_codec(dtype: np.dtype[Any]) -> Codec:

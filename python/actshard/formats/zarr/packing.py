@@ -22,7 +22,7 @@ from actshard.errors import ArgumentError
 from actshard.formats.target import Block
 from actshard.formats.zarr.chunks import Codec, Placed, ShardChunks, ShardedChunks, longest_chunk, plain_codec
 
-PACKS = ("zstd", "blosc")
+PACKS = ("lossless", "zstd", "blosc")
 """Values of the option ``pack``."""
 _PACKED_BYTES = 128 << 10
 """Bytes of rows of an inner chunk, within the following numbers of rows. A random row costs the decoding of a whole chunk."""
@@ -39,6 +39,15 @@ def pack_of(options: Mapping[str, Any]) -> str | None:
     return pack
 
 
+def _compressor(pack: str, itemsize: int, width: int) -> tuple[str, dict[str, int | str | bool]]:
+    """The name of a compressor, and its configuration for rows of ``width`` elements."""
+    if pack == "lossless":
+        return "actshard.planes", {"typesize": itemsize, "width": width}
+    if pack == "zstd":
+        return "zstd", {"level": 1, "checksum": False}
+    return "blosc", {"cname": "zstd", "clevel": 1, "shuffle": "bitshuffle", "typesize": itemsize, "blocksize": 0}
+
+
 class PackedChunks(ShardedChunks):
     """Version 3: shards of one layer with compressed inner chunks."""
 
@@ -52,17 +61,9 @@ class PackedChunks(ShardedChunks):
         self._ends: NDArray[np.int64] = np.zeros((layers, 0), np.int64)
         """Bytes so far in the shards of the next example, ``(layers, ranges)``."""
 
-    def codecs(self, dtype: np.dtype[Any]) -> list[Codec]:
-        compressor: Codec
-        if self._pack == "zstd":
-            compressor = {"name": "zstd", "configuration": {"level": 1, "checksum": False}}
-        else:
-            sizes = {"typesize": dtype.itemsize, "blocksize": 0}
-            compressor = {
-                "name": "blosc",
-                "configuration": {"cname": "zstd", "clevel": 1, "shuffle": "bitshuffle", **sizes},
-            }
-        return [plain_codec(dtype), compressor, {"name": "crc32c"}]
+    def codecs(self, dtype: np.dtype[Any], width: int) -> list[Codec]:
+        name, configuration = _compressor(self._pack, dtype.itemsize, width)
+        return [plain_codec(dtype), {"name": name, "configuration": configuration}, {"name": "crc32c"}]
 
     def _chunk_for(self, lengths: NDArray[np.int64], row_bytes: int) -> int:
         most = min(max(_PACKED_BYTES // row_bytes, _LEAST_ROWS), _MOST_ROWS)
@@ -137,7 +138,7 @@ class PackedChunks(ShardedChunks):
         begins = (block.starts.T[:, sample] + number * self.tokens) * block.row_bytes
         lengths = np.minimum(self.tokens, tokens[sample] - number * self.tokens) * block.row_bytes
         places = np.stack([begins, np.broadcast_to(lengths, begins.shape)], axis=-1).reshape(-1, 2)
-        codecs = json.dumps(self.codecs(block.memory.dtype)).encode()
+        codecs = json.dumps(self.codecs(block.memory.dtype, block.memory.shape[1])).encode()
         memory, packed_sizes = _native.pack_chunks(block.bytes, places, self.tokens * block.row_bytes, codecs)
         sizes = packed_sizes.astype(np.int64)
         self._chunk_sizes.append(sizes.reshape(begins.shape).astype(np.uint32))

@@ -26,7 +26,9 @@ use zarrs::metadata_ext::codec::sharding::{
 use super::failing::{Said, Undecodable};
 use super::index::{DecodeIndex, IndexForm, place};
 use super::meta::index_numbers;
+use super::packed::PlanesCodec;
 use super::zstandard;
+use crate::codec::planes;
 use crate::error::{Finding, Kind};
 use crate::memory;
 use crate::number::to_usize;
@@ -133,6 +135,7 @@ enum Undo {
     Bz2,
     Zstd,
     Blosc(Arc<dyn BytesToBytesCodecTraits>),
+    Planes,
     /// The output is never longer than the input: checksums, shuffling.
     Shrinking(Arc<dyn BytesToBytesCodecTraits>),
 }
@@ -305,6 +308,8 @@ impl Undo {
             Undo::Zstd
         } else if any.is::<BloscCodec>() {
             Undo::Blosc(Arc::clone(codec))
+        } else if any.is::<PlanesCodec>() {
+            Undo::Planes
         } else {
             Undo::Shrinking(Arc::clone(codec))
         }
@@ -350,6 +355,14 @@ impl Undo {
                 }
                 drop(memory::reserve::<u8>(claimed)?);
                 codec.decode(encoded, &known, &options()).map_err(text)
+            }
+            Undo::Planes => {
+                let rows = planes::decode(&encoded, bound.limit())?;
+                if !bound.fits(rows.len() as u64) {
+                    let expected = bound.limit();
+                    return Err(format!("actshard.planes: expected {expected} bytes, decoded {}", rows.len()).into());
+                }
+                Ok(Cow::Owned(rows))
             }
             Undo::Shrinking(codec) => codec.decode(encoded, &known, &options()).map_err(text),
         }

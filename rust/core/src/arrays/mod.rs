@@ -21,5 +21,6 @@ pub mod index;
 pub mod key;
 pub mod meta;
 pub mod naming;
+mod packed;
 pub mod packing;
 mod zstandard;

@@ -12,6 +12,7 @@ use zarrs::array::{BytesToBytesCodecTraits, CodecOptions};
 use zarrs::metadata_ext::codec::blosc::BloscCodecConfiguration;
 use zstd::bulk::Compressor;
 
+use crate::codec::planes;
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::threads::{self, Watch};
@@ -38,6 +39,7 @@ pub struct Packed {
 enum Encoder {
     Zstd(i32),
     Blosc(BloscCodec),
+    Planes { typesize: usize, width: usize },
     Crc32c,
 }
 
@@ -54,6 +56,13 @@ impl Encoder {
                 let level = configuration.get("level").and_then(Value::as_i64);
                 let level = level.and_then(|level| i32::try_from(level).ok());
                 level.map(|level| Some(Encoder::Zstd(level))).ok_or_else(|| unknown("expected a level".into()))
+            }
+            Some("actshard.planes") => {
+                let size = |name: &str| {
+                    let size = configuration.get(name).and_then(Value::as_u64).and_then(|n| usize::try_from(n).ok());
+                    size.ok_or_else(|| unknown(format!("expected a {name}")))
+                };
+                Ok(Some(Encoder::Planes { typesize: size("typesize")?, width: size("width")? }))
             }
             Some("blosc") => {
                 let parsed: BloscCodecConfiguration =
@@ -73,6 +82,7 @@ impl Encoder {
                 Ok(bytes)
             }
             Encoder::Zstd(level) => zstd(&bytes, *level).map(Cow::Owned),
+            Encoder::Planes { typesize, width } => planes::encode(&bytes, *typesize, *width).map(Cow::Owned),
             Encoder::Blosc(codec) => codec
                 .encode(bytes, &CodecOptions::default().with_concurrent_target(1))
                 .map_err(|e| Error::new(Kind::Internal, format!("blosc: {e}"))),

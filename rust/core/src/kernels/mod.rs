@@ -17,6 +17,7 @@ mod codes;
 mod instructions;
 pub mod planes;
 pub mod portable;
+pub mod prefix;
 pub mod quantise;
 pub mod scaled;
 mod stores;

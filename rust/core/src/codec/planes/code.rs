@@ -11,6 +11,8 @@ use crate::memory;
 
 /// The longest code, in bits.
 pub const LONGEST: usize = 11;
+/// A plane is coded if one byte of so many is saved: a raw plane needs no time to decode.
+const LEAST_SAVED: usize = 16;
 /// Streams of a plane.
 pub const STREAMS: usize = 4;
 
@@ -20,11 +22,12 @@ pub type Lengths = [u8; 256];
 /// How often each byte occurs.
 pub fn count(plane: &[u8]) -> [u32; 256] {
     // Equal neighbours would wait for each other's sums in one table.
-    let mut counts = [[0u32; 256]; 4];
-    let (groups, rest) = plane.as_chunks::<4>();
+    let mut counts = [[0u32; 256]; 8];
+    let (groups, rest) = plane.as_chunks::<8>();
     for group in groups {
-        for (counts, byte) in counts.iter_mut().zip(group) {
-            counts[usize::from(*byte)] += 1;
+        let bytes = u64::from_le_bytes(*group);
+        for (counts, shift) in counts.iter_mut().zip((0..64).step_by(8)) {
+            counts[(bytes >> shift & 0xff) as usize] += 1;
         }
     }
     for byte in rest {
@@ -37,9 +40,20 @@ pub fn count(plane: &[u8]) -> [u32; 256] {
     *first
 }
 
+/// The code of a plane of `n` symbols if it saves one byte of [`LEAST_SAVED`].
+pub fn lengths_that_pay(counts: &[u32; 256], n: usize) -> Option<Lengths> {
+    // The entropy is at least log2(n^2 / sum of count^2), and 2^7.5 = 181: most planes of mantissas need no code to be rejected.
+    let squares: u64 = counts.iter().map(|count| u64::from(*count).pow(2)).sum();
+    if u128::from(squares) * 181 <= (n as u128).pow(2) {
+        return None;
+    }
+    let lengths = lengths(counts);
+    (coded_bytes(counts, &lengths) + n / LEAST_SAVED < n).then_some(lengths)
+}
+
 /// The lengths of an optimal code of at most [`LONGEST`] bits, for at least two symbols: the package-merge algorithm (Larmore and
 /// Hirschberg, 1990). Among equal weights, single symbols come before packages, and smaller symbols first.
-pub fn lengths(counts: &[u32; 256]) -> Lengths {
+fn lengths(counts: &[u32; 256]) -> Lengths {
     let mut symbols: Vec<(u64, u8)> =
         (0..=255).zip(counts).filter(|(_, n)| **n > 0).map(|(symbol, n)| (u64::from(*n), symbol)).collect();
     symbols.sort_unstable();
@@ -85,32 +99,59 @@ fn range(lengths: &Lengths) -> (usize, usize) {
 }
 
 /// The most bytes that a coded plane may have.
-pub fn coded_bytes(counts: &[u32; 256], lengths: &Lengths) -> usize {
+fn coded_bytes(counts: &[u32; 256], lengths: &Lengths) -> usize {
     let bits: u64 = counts.iter().zip(lengths).map(|(n, length)| u64::from(*n) * u64::from(*length)).sum();
     let (first, last) = range(lengths);
     // Below 2^32: a plane has less than 2^31 symbols.
     2 + (last - first + 2) / 2 + 5 * STREAMS + usize::try_from(bits / 8).unwrap_or(usize::MAX)
 }
 
-/// The symbols in the order of their codes: by length, then by symbol.
-pub fn canonical(lengths: &Lengths) -> impl Iterator<Item = (u8, usize)> + Clone {
-    (1..=LONGEST).flat_map(move |length| {
-        (0..=255u8)
-            .filter(move |symbol| usize::from(lengths[usize::from(*symbol)]) == length)
-            .map(move |symbol| (symbol, length))
-    })
+/// The symbols of a code in the order of their codes: by length, then by symbol.
+#[derive(Debug)]
+pub struct Canonical {
+    symbols: [u8; 256],
+    /// Where the symbols of each length end.
+    ends: [usize; LONGEST + 1],
+}
+
+impl Canonical {
+    /// The order for these lengths.
+    pub fn new(lengths: &Lengths) -> Canonical {
+        let mut ends = [0; LONGEST + 1];
+        for length in lengths.iter().filter(|length| **length > 0) {
+            ends[usize::from(*length)] += 1;
+        }
+        for length in 1..=LONGEST {
+            ends[length] += ends[length - 1];
+        }
+        let mut symbols = [0; 256];
+        let mut next = ends;
+        next.rotate_right(1);
+        for (symbol, length) in (0..=255).zip(lengths).filter(|(_, length)| **length > 0) {
+            let at = &mut next[usize::from(*length)];
+            symbols[*at] = symbol;
+            *at += 1;
+        }
+        Canonical { symbols, ends }
+    }
+
+    /// The symbols whose codes have this length.
+    pub fn of_length(&self, length: usize) -> &[u8] {
+        &self.symbols[self.ends[length - 1]..self.ends[length]]
+    }
 }
 
 /// Each symbol's code, as `code << 8 | length`.
 fn codes(lengths: &Lengths) -> [u32; 256] {
     let mut codes = [0; 256];
-    let (mut code, mut before) = (0u32, 0);
-    for (symbol, length) in canonical(lengths) {
-        code <<= length - before;
-        before = length;
-        // At most 11 bits.
-        codes[usize::from(symbol)] = code << 8 | u32::try_from(length).unwrap_or(0);
-        code += 1;
+    let canonical = Canonical::new(lengths);
+    let mut code = 0;
+    for (length, bits) in (1..=LONGEST).zip(1..) {
+        code <<= 1;
+        for symbol in canonical.of_length(length) {
+            codes[usize::from(*symbol)] = code << 8 | bits;
+            code += 1;
+        }
     }
     codes
 }

@@ -1,7 +1,7 @@
 //! Blocks of rows packed without loss, with their bytes in planes (docs/formats/planes.md specifies the format).
 //!
-//! Each value is rotated left by one bit, so that its sign is the lowest bit: the highest byte of a bfloat16 or float32 is then its
-//! exponent. The first bytes of all values form a plane, then the second bytes, and so on. A plane is raw, one constant, or a prefix
+//! Each value is rotated left by one bit: the highest byte of a bfloat16 or float32 is then its exponent. Its sign, now the lowest
+//! bit, moves up over the bits that are 0 in all values, as in float32 values that were float16. The first bytes of all values form a plane, then the second bytes, and so on. A plane is raw, one constant, or a prefix
 //! code in four streams ([`code`], [`table`]). Trailing rows of zeros, or copies of the row before them, are counted only.
 //!
 //! A block is little-endian and begins with a header of 24 bytes:
@@ -16,7 +16,7 @@
 //! | 20 | bytes of a value: 1, 2, 4 or 8 |
 //! | 21 | way of the stored rows: 0 raw, 1 planes |
 //! | 22 | rows after the stored ones: 0 none, 1 zeros, 2 copies of the last stored row |
-//! | 23 | 0 |
+//! | 23 | the bit of the sign in a rotated value |
 
 mod code;
 mod table;
@@ -44,8 +44,6 @@ const CODED_PLANE: u8 = 2;
 
 /// The largest block, as of every codec here.
 const MOST: usize = i32::MAX as usize;
-/// A plane is coded if this share of it is saved: one byte of so many. Decoding costs time, a raw plane none.
-const LEAST_SAVED: usize = 16;
 /// A thread keeps at most this much memory for decoded planes.
 const KEPT: usize = 1 << 20;
 
@@ -72,6 +70,7 @@ struct Header {
     typesize: usize,
     way: u8,
     tail: u8,
+    sign: u32,
 }
 
 impl Header {
@@ -90,8 +89,9 @@ impl Header {
             typesize: usize::from(head[20]),
             way: head[21],
             tail: head[22],
+            sign: u32::from(head[23]),
         };
-        let Header { encoded, decoded, row, stored, typesize, way, tail } = header;
+        let Header { encoded, decoded, row, stored, typesize, way, tail, sign } = header;
         let wrong = |at: usize, expected: &str, found: usize| {
             Err(damaged(format!("byte {at}: expected {expected}, found {found}")))
         };
@@ -118,8 +118,9 @@ impl Header {
             let rest = decoded / row - stored;
             return wrong(22, &format!("a kind of the {rest} rows after {stored} stored ones"), usize::from(tail));
         }
-        if head[23] != 0 {
-            return wrong(23, "0", usize::from(head[23]));
+        let most = if way == PLANES { 8 * typesize - 1 } else { 0 };
+        if sign as usize > most {
+            return wrong(23, &format!("a bit up to {most}"), sign as usize);
         }
         Ok(header)
     }
@@ -156,10 +157,9 @@ pub fn encode(rows: &[u8], typesize: usize, width: usize) -> Result<Vec<u8>> {
     let kept = &rows[..stored * row];
     let mut block = memory::reserve((HEADER + kept.len() + typesize) as u64)?;
     block.resize(HEADER, 0);
-    let mut way = PLANES;
-    append_planes(&mut block, kept, typesize)?;
+    let (mut way, mut sign) = (PLANES, append_planes(&mut block, kept, typesize)?);
     if block.len() >= HEADER + kept.len() {
-        way = RAW;
+        (way, sign) = (RAW, 0);
         block.truncate(HEADER);
         block.extend_from_slice(kept);
     }
@@ -169,10 +169,11 @@ pub fn encode(rows: &[u8], typesize: usize, width: usize) -> Result<Vec<u8>> {
         // All are at most 2^31.
         field.copy_from_slice(&u32::try_from(length).unwrap_or(u32::MAX).to_le_bytes());
     }
-    // 1, 2, 4 or 8.
+    // At most 8, and below 64.
     block[20] = u8::try_from(typesize).unwrap_or(0);
     block[21] = way;
     block[22] = tail;
+    block[23] = u8::try_from(sign).unwrap_or(0);
     Ok(block)
 }
 
@@ -190,14 +191,14 @@ fn without_tail(rows: &[u8], row: usize) -> (usize, u8) {
     }
 }
 
-/// Appends the planes of rows.
-fn append_planes(block: &mut Vec<u8>, rows: &[u8], typesize: usize) -> Result<()> {
+/// Appends the planes of rows; returns the bit of the sign.
+fn append_planes(block: &mut Vec<u8>, rows: &[u8], typesize: usize) -> Result<u32> {
     let n = rows.len() / typesize;
     if n == 0 {
-        return Ok(());
+        return Ok(0);
     }
     let mut planes = memory::bytes(rows.len() as u64)?;
-    split(rows, typesize, &mut planes);
+    let sign = split(rows, typesize, &mut planes);
     for plane in planes.chunks_exact(n) {
         let counts = code::count(plane);
         if let Some(value) = counts.iter().position(|count| *count as usize == n) {
@@ -205,16 +206,18 @@ fn append_planes(block: &mut Vec<u8>, rows: &[u8], typesize: usize) -> Result<()
             block.extend([CONSTANT_PLANE, u8::try_from(value).unwrap_or(0)]);
             continue;
         }
-        let lengths = code::lengths(&counts);
-        if code::coded_bytes(&counts, &lengths) + n / LEAST_SAVED < n {
-            block.push(CODED_PLANE);
-            code::append(block, plane, &lengths)?;
-        } else {
-            block.push(RAW_PLANE);
-            block.extend_from_slice(plane);
+        match code::lengths_that_pay(&counts, n) {
+            Some(lengths) => {
+                block.push(CODED_PLANE);
+                code::append(block, plane, &lengths)?;
+            }
+            None => {
+                block.push(RAW_PLANE);
+                block.extend_from_slice(plane);
+            }
         }
     }
-    Ok(())
+    Ok(sign)
 }
 
 /// A plane of a block.
@@ -231,7 +234,7 @@ enum Stored<'a> {
 /// [`Kind::Format`]: the block is damaged; the message has the byte offset. [`Kind::NoMemory`].
 pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
     let header = Header::parse(block)?;
-    let Header { encoded, decoded, row, stored, typesize, .. } = header;
+    let Header { encoded, decoded, row, stored, .. } = header;
     if encoded != block.len() {
         return Err(damaged(format!("byte 4: expected a block of {} bytes, found {encoded}", block.len())));
     }
@@ -249,7 +252,7 @@ pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
     } else {
         SCRATCH.with(|kept_scratch| {
             let mut scratch = kept_scratch.take();
-            let unpacked = unpack_planes(block, kept / typesize, typesize, &mut scratch, &mut rows);
+            let unpacked = unpack_planes(block, &header, &mut scratch, &mut rows);
             if scratch.capacity() <= KEPT {
                 kept_scratch.set(scratch);
             }
@@ -267,8 +270,10 @@ pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
     Ok(rows)
 }
 
-/// Appends the `n` values of the planes of a block to `rows`.
-fn unpack_planes(block: &[u8], n: usize, typesize: usize, scratch: &mut Vec<u8>, rows: &mut Vec<u8>) -> Result<()> {
+/// Appends the stored rows of a block in planes.
+fn unpack_planes(block: &[u8], header: &Header, scratch: &mut Vec<u8>, rows: &mut Vec<u8>) -> Result<()> {
+    let Header { row, stored, typesize, sign, .. } = *header;
+    let n = stored * row / typesize;
     let mut at = HEADER;
     let mut planes = [Stored::Plain(Plane::Constant(0)); 8];
     let mut used = 0;
@@ -318,6 +323,6 @@ fn unpack_planes(block: &[u8], n: usize, typesize: usize, scratch: &mut Vec<u8>,
         Stored::Plain(plane) => plane,
         Stored::Decoded(number) => Plane::Bytes(&scratch[number * n..(number + 1) * n]),
     });
-    merge(&planes[..typesize], n, rows);
+    merge(&planes[..typesize], n, sign, rows);
     Ok(())
 }

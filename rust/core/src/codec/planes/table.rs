@@ -4,19 +4,19 @@
 //! from smaller tables: after a first symbol of `l` bits come those of the table of `b - l` bits. Codes are canonical, so that the
 //! entries of a first symbol are a range, and the smaller table is copied to it with the symbol before each entry.
 
-use super::code::{LONGEST, Lengths, STREAMS, canonical};
+use super::code::{Canonical, LONGEST, Lengths, STREAMS};
 use super::{damaged, number};
 use crate::error::Result;
+use crate::kernels::prefix::{Stream, decode_together};
 
 /// Symbols of an entry, at most.
 const MOST: u64 = 5;
-/// An entry: symbols in its low five bytes, the first lowest, then the bits of all, the bits of the first, and the number of all.
-const SYMBOLS: u64 = 0xff_ffff_ffff;
-const BITS: u32 = 40;
+/// An entry: the bits of all its symbols; five bytes of symbols, the first lowest; the bits of the first symbol; the number of symbols.
+const SYMBOLS: u64 = 0xff_ffff_ffff << 8;
 const FIRST_BITS: u32 = 48;
 const COUNT: u32 = 56;
 /// Bits and number: the fields that add up.
-const SUMS: u64 = 0xff << BITS | 0xff << COUNT;
+const SUMS: u64 = 0xff | 0xff << COUNT;
 
 /// Entries of all tables up to [`LONGEST`] bits; that of `b` bits begins at `2^b`.
 type Tables = [u64; 2 << LONGEST];
@@ -98,7 +98,7 @@ impl Coded {
         decode_together(block, table, &mut streams, plane);
         for (k, stream) in streams.iter_mut().enumerate() {
             let (begin, end) = (self.streams[k], self.streams[k + 1]);
-            stream.decode_rest(&block[..end], table, plane);
+            decode_rest(&block[..end], table, stream, plane);
             let spent = stream.bit.div_ceil(8);
             let padding = 8 * spent - stream.bit;
             let is_clear = padding == 0 || block.get(spent - 1).is_some_and(|last| last & ((1 << padding) - 1) == 0);
@@ -112,85 +112,49 @@ impl Coded {
     }
 }
 
-/// The next bit of a block, and the symbols to come.
-#[derive(Clone, Copy, Debug)]
-struct Stream {
-    bit: usize,
-    at: usize,
-    end: usize,
-}
-
-impl Stream {
-    /// Decodes one symbol after the other. Bits after the end are 0.
-    fn decode_rest(&mut self, bytes: &[u8], table: &[u64; 1 << LONGEST], plane: &mut [u8]) {
-        for symbol in &mut plane[self.at..self.end] {
-            let rest = bytes.get(self.bit / 8..).unwrap_or(&[]);
-            let next = [0, 1, 2].map(|k| rest.get(k).copied().unwrap_or(0));
-            let window = u32::from_be_bytes([next[0], next[1], next[2], 0]) << (self.bit % 8);
-            let entry = table[(window >> (32 - LONGEST)) as usize];
-            // The first symbol is the lowest byte.
-            *symbol = entry.to_le_bytes()[0];
-            self.bit += (entry >> FIRST_BITS) as usize & 0xff;
-        }
-        self.at = self.end;
+/// Decodes the rest of a stream, one symbol after the other. Bits after the end of `bytes` are 0.
+fn decode_rest(bytes: &[u8], table: &[u64; 1 << LONGEST], stream: &mut Stream, plane: &mut [u8]) {
+    for symbol in &mut plane[stream.at..stream.end] {
+        let rest = bytes.get(stream.bit / 8..).unwrap_or(&[]);
+        let next = [0, 1, 2].map(|k| rest.get(k).copied().unwrap_or(0));
+        let window = u32::from_be_bytes([next[0], next[1], next[2], 0]) << (stream.bit % 8);
+        let entry = table[(window >> (32 - LONGEST)) as usize];
+        *symbol = entry.to_le_bytes()[1];
+        stream.bit += (entry >> FIRST_BITS) as usize & 0xff;
     }
-}
-
-/// Lookups per refill: 57 bits are there.
-const LOOKUPS: usize = 5;
-/// Symbols that a round may write in a stream, and what the last write exceeds them by.
-const ROUND: usize = LOOKUPS * MOST as usize + 3;
-
-/// Decodes all streams until one is near its end.
-fn decode_together(block: &[u8], table: &[u64; 1 << LONGEST], streams: &mut [Stream; STREAMS], plane: &mut [u8]) {
-    while streams.iter().all(|stream| stream.at + ROUND <= stream.end && stream.bit / 8 + 8 <= block.len()) {
-        for stream in &mut *streams {
-            let Some(next) = block.get(stream.bit / 8..).and_then(<[u8]>::first_chunk) else { return };
-            let mut bits = u64::from_be_bytes(*next) << (stream.bit % 8);
-            let mut spent = 0;
-            for _ in 0..LOOKUPS {
-                let entry = table[(bits >> (64 - LONGEST)) as usize];
-                if let Some(to) = plane.get_mut(stream.at..stream.at + 8) {
-                    to.copy_from_slice(&entry.to_le_bytes());
-                }
-                let sums = entry >> BITS;
-                bits = bits.wrapping_shl(sums as u32);
-                spent += sums;
-                stream.at += (entry >> COUNT) as usize;
-            }
-            stream.bit += (spent & 0xff) as usize;
-        }
-    }
+    stream.at = stream.end;
 }
 
 /// The tables of a complete code.
 fn tables(lengths: &Lengths) -> Tables {
     let mut tables = [0; 2 << LONGEST];
-    let mut longest_entry = [0; LONGEST + 1];
-    let symbols: Vec<(u8, usize)> = canonical(lengths).collect();
+    // Of each table, the most symbols of an entry.
+    let mut most = [0; LONGEST + 1];
+    let canonical = Canonical::new(lengths);
     for bits in 1..=LONGEST {
         let (smaller, larger) = tables.split_at_mut(1 << bits);
         let mut at = 0;
-        for (symbol, length) in &symbols {
-            let Some(rest) = bits.checked_sub(*length) else { break };
+        for length in 1..=bits {
+            let rest = bits - length;
             let after = &smaller[1 << rest..2 << rest];
-            let range = &mut larger[at..at + (1 << rest)];
-            at += 1 << rest;
-            let length = *length as u64;
-            let first = u64::from(*symbol) | length << BITS | length << FIRST_BITS | 1 << COUNT;
-            let before = |entry: u64| (entry << 8 & SYMBOLS) + (entry & SUMS) + first;
-            if longest_entry[rest] < MOST {
-                for (entry, after) in range.iter_mut().zip(after) {
-                    *entry = before(*after);
+            for symbol in canonical.of_length(length) {
+                let range = &mut larger[at..at + (1 << rest)];
+                at += 1 << rest;
+                let first = length as u64 | u64::from(*symbol) << 8 | (length as u64) << FIRST_BITS | 1 << COUNT;
+                let before = |entry: u64| (entry << 8 & (SYMBOLS ^ 0xff00)) + (entry & SUMS) + first;
+                if most[rest] < MOST {
+                    for (entry, after) in range.iter_mut().zip(after) {
+                        *entry = before(*after);
+                    }
+                } else {
+                    // Four bits have at most four symbols, which fit.
+                    for (number, (entry, after)) in range.iter_mut().zip(after).enumerate() {
+                        let fits = after >> COUNT < MOST;
+                        *entry = before(if fits { *after } else { smaller[16 + (number >> (rest - 4))] });
+                    }
                 }
-            } else {
-                // Four bits have at most four symbols, which fit.
-                for (number, (entry, after)) in range.iter_mut().zip(after).enumerate() {
-                    let fits = after >> COUNT < MOST;
-                    *entry = before(if fits { *after } else { smaller[16 + (number >> (rest - 4))] });
-                }
+                most[bits] = MOST.min(most[bits].max(most[rest] + 1));
             }
-            longest_entry[bits] = MOST.min(longest_entry[bits].max(longest_entry[rest] + 1));
         }
     }
     tables
