@@ -15,7 +15,6 @@ from actshard.staging import origin
 from actshard.storage import Remote
 from actshard.store import Store
 
-
 _PACKED = 0.95
 """Ratio of stored bytes to bytes of rows, below which it is shown."""
 

@@ -61,9 +61,9 @@ class Estimate:
     name: str
     format: str
     dtype: str | None
-    """The dtype of the stored rows."""
+    """The argument ``dtype`` of :func:`actshard.convert`; None: the source's."""
     options: Mapping[str, int | str]
-    """Arguments of :func:`actshard.convert` other than ``dtype``."""
+    """Other arguments of :func:`actshard.convert`."""
     bytes: int
     """Bytes of all files."""
     uncertainty: int
@@ -184,7 +184,7 @@ def _estimate(store: Store, form: Form, sample: _Sample) -> Estimate:
             return _refused(form, error.detail)
     rows = size.rows * store.d_model * store.dtype.itemsize
     return Estimate(
-        form.name, form.format, size.dtype, options, size.bytes, size.uncertainty, size.files,
+        form.name, form.format, form.dtype, options, size.bytes, size.uncertainty, size.files,
         size.bytes / rows, relative_error, cosine, rate,
     )  # fmt: skip
 
