@@ -43,9 +43,7 @@ def conversions(
     return [
         (
             e,
-            Path(
-                actshard.convert(dataset, folder / e.name, e.format, dtype=e.dtype, overflow="allow", **e.options).path
-            ),
+            Path(actshard.convert(dataset, folder / e.name, e.format, overflow="allow", **e.options).path),
         )
         for e in estimates
         if e.refused is None

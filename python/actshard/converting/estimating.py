@@ -33,25 +33,19 @@ class Form:
 
     name: str
     format: str
-    dtype: str | None = None
-    """None: the dtype of the source."""
-    options: Mapping[str, int | str] | None = None
+    options: Mapping[str, int | str]
+    """Arguments of :func:`actshard.convert`."""
 
 
-SHARDED: tuple[Form, ...] = (
-    Form("zarr 3", "zarr", None, {"version": 3}),
-    Form("zarr 3, lossless", "zarr", None, {"version": 3, "pack": "lossless"}),
-    Form("zarr 3, zstd", "zarr", None, {"version": 3, "pack": "zstd"}),
-    Form("zarr 3, blosc", "zarr", None, {"version": 3, "pack": "blosc"}),
-)
-"""Forms of Zarr other than its default."""
-LOSSY: tuple[Form, ...] = (
-    Form("zarr 3, bfloat16, lossless", "zarr", "bfloat16", {"version": 3, "pack": "lossless"}),
-    Form("int8, scale per channel", "speculators", "int8", {"scales": "channel"}),
-    Form("int8, scale per token", "speculators", "int8", {"scales": "token"}),
-    Form("float8_e4m3fn, scale per token", "speculators", "float8_e4m3fn", {"scales": "token"}),
-)
-"""Forms whose rows differ from the source's."""
+def all_forms() -> list[Form]:
+    """The forms of :func:`estimate`: each format that actshard writes, and what its target names, :attr:`Target.forms`."""
+    formats_alone = [Form(name, name, {}) for name in formats.written()]
+    variants = [
+        Form(form, name, options)
+        for name in formats.written()
+        for form, options in formats.get(name).target().forms.items()
+    ]
+    return formats_alone + variants
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,10 @@ class Estimate:
 
     name: str
     format: str
-    dtype: str | None
-    """The argument ``dtype`` of :func:`actshard.convert`; None: the source's."""
     options: Mapping[str, int | str]
-    """Other arguments of :func:`actshard.convert`."""
+    """Arguments of :func:`actshard.convert`."""
+    dtype: str | None
+    """The dtype of the rows as a reader returns them."""
     bytes: int
     """Bytes of all files."""
     uncertainty: int
@@ -95,9 +89,9 @@ def estimate(
 ) -> list[Estimate]:
     """Estimates the size, error and speed of a dataset in the forms in which it can be stored. Writes temporary files only.
 
-    Forms are: each format that actshard writes; Zarr 3 in shards, plain and packed; and lossy ones: bfloat16, int8 and
-    float8 codes with scales. Sizes are predicted as by ``actshard convert --dry-run``. Errors and speeds are measured on a
-    sample of up to 32 MiB of rows, which is converted, opened and read. Speeds hold for this machine, with the data in memory:
+    Forms are: each format that actshard writes; Zarr 3 in shards, plain and packed; and lossy ones: bfloat16, and int8 and
+    float8 codes with scales where the dataset has what that format needs. Sizes are predicted as by
+    ``actshard convert --dry-run``. Errors and speeds are measured on a sample of up to 32 MiB of rows, which is converted, opened and read. Speeds hold for this machine, with the data in memory:
     on a disk or link that is slower, fewer bytes are fewer seconds.
 
     Args:
@@ -124,17 +118,12 @@ def estimate(
     with boundary(store.path, "estimate"):
         if not store.layers or not len(store) or not int(store.token_counts.sum()):
             raise NotStoredError("expected rows, found none", path=store.path)
-        sample = _Sample(store)
+        sample = _RowSample(store)
         estimates = [_estimate(store, form, sample) for form in choices]
     return sorted(estimates, key=lambda e: (e.refused is not None, e.bytes))
 
 
-def all_forms() -> list[Form]:
-    """The forms of :func:`estimate`."""
-    return [*(Form(name, name) for name in formats.written()), *SHARDED, *LOSSY]
-
-
-class _Sample:
+class _RowSample:
     """Runs of examples of a dataset, and their rows."""
 
     def __init__(self, store: Store) -> None:
@@ -163,11 +152,11 @@ class _Sample:
         return error, float(cosines.mean()) if error and len(cosines) else 1.0
 
 
-def _estimate(store: Store, form: Form, sample: _Sample) -> Estimate:
-    options = dict(form.options or {})
+def _estimate(store: Store, form: Form, sample: _RowSample) -> Estimate:
+    options = dict(form.options)
     with tempfile.TemporaryDirectory(prefix="actshard-estimate-") as scratch:
         folder = Path(scratch) / "d"
-        size = preview(store, folder, form.format, dtype=form.dtype, overflow="allow", **options)[0]
+        size = preview(store, folder, form.format, overflow="allow", **options)[0]
         if size.refused is not None:
             return _refused(form, size.refused)
         try:
@@ -175,7 +164,7 @@ def _estimate(store: Store, form: Form, sample: _Sample) -> Estimate:
                 warnings.simplefilter("ignore")
                 conversion = convert(
                     store, folder, form.format, layers=[sample.layer],
-                    examples=sample.numbers, dtype=form.dtype, overflow="allow", **options,
+                    examples=sample.numbers, overflow="allow", **options,
                 )  # fmt: skip
                 with open_quietly(conversion.path, form.format, "auto") as stored:
                     relative_error, cosine = sample.errors(stored)
@@ -184,13 +173,13 @@ def _estimate(store: Store, form: Form, sample: _Sample) -> Estimate:
             return _refused(form, error.detail)
     rows = size.rows * store.d_model * store.dtype.itemsize
     return Estimate(
-        form.name, form.format, form.dtype, options, size.bytes, size.uncertainty, size.files,
+        form.name, form.format, options, size.dtype, size.bytes, size.uncertainty, size.files,
         size.bytes / rows, relative_error, cosine, rate,
     )  # fmt: skip
 
 
 def _refused(form: Form, reason: str) -> Estimate:
-    return Estimate(form.name, form.format, form.dtype, dict(form.options or {}), 0, 0, 0, 0.0, 0.0, 0.0, 0.0, reason)
+    return Estimate(form.name, form.format, dict(form.options), None, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, reason)
 
 
 def _stream_rate(store: Store, rows_bytes: int) -> float:
