@@ -91,8 +91,9 @@ def estimate(
 
     Forms are: each format that actshard writes; Zarr 3 in shards, plain and packed; and lossy ones: bfloat16, and int8 and
     float8 codes with scales where the dataset has what that format needs. Sizes are predicted as by
-    ``actshard convert --dry-run``. Errors and speeds are measured on a sample of up to 32 MiB of rows, which is converted, opened and read. Speeds hold for this machine, with the data in memory:
-    on a disk or link that is slower, fewer bytes are fewer seconds.
+    ``actshard convert --dry-run``. Errors and speeds are measured on a sample of up to 32 MiB of rows, which is converted,
+    opened and read. Speeds hold for this machine, with the data in memory: on a disk or link that is slower, fewer bytes are
+    fewer seconds.
 
     Args:
         src: a path, a URL or a store.
