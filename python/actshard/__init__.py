@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from actshard.arrays import LayerArray, Ragged, RowArray
     from actshard.caching import CacheInfo, cache_info, clear_cache
     from actshard.capturing import Captured, CaptureProgress, capture
+    from actshard.converting.estimating import Estimate, estimate
     from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
     from actshard.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.pushing import Pushed, push
@@ -86,6 +87,7 @@ __all__ = [
     "Conversion",
     "DiskFullError",
     "DtypeError",
+    "Estimate",
     "ExistsError",
     "FileAccessError",
     "FormatError",
@@ -138,6 +140,7 @@ __all__ = [
     "concat",
     "convert",
     "create",
+    "estimate",
     "merge",
     "mix",
     "open",
@@ -156,6 +159,7 @@ __all__ = [
 _ON_FIRST_USE = {
     "LayerArray": "arrays", "Ragged": "arrays", "RowArray": "arrays",
     "CacheInfo": "caching", "cache_info": "caching", "clear_cache": "caching",
+    "Estimate": "converting.estimating", "estimate": "converting.estimating",
     "CaptureProgress": "capturing", "Captured": "capturing", "capture": "capturing",
     "MixedBatch": "mixing", "MixedStream": "mixing", "MixedStores": "mixing", "mix": "mixing",
     "PairedBatch": "pairing", "PairedStream": "pairing", "PairedStores": "pairing", "pair": "pairing",

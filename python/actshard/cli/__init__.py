@@ -328,6 +328,12 @@ def convert_command(
     shard_bytes: ShardBytes = "",
     option: TargetOptions = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and losses without writing.")] = False,
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate", help="Print sizes, errors and speeds in all forms, from a sample; --to: of one format."
+        ),
+    ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare all rows and columns with the source afterwards.")
@@ -368,6 +374,10 @@ def convert_command(
     if has_range(layer):
         arguments["layers"] = verb.layers_of(dataset, format, layer)
     arguments["src_format"] = format if layout is None else None
+    if estimate:
+        estimates = verb.estimates(dataset, to, format if layout is None else None)
+        output(json, lambda: [e.as_dict() for e in estimates], lambda: verb.show_estimates(estimates))
+        return
     if dry_run:
         folder = "converted" if target is None or "://" in target else target
         previews = verb.previews(dataset, folder, to or None, arguments)

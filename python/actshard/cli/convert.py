@@ -17,6 +17,7 @@ from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
 from actshard.cli._tables import TableColumn, show_table
 from actshard.converting import Conversion, Preview, convert, preview
+from actshard.converting.estimating import Estimate, all_forms, estimate
 from actshard.errors import ArgumentError
 from actshard.layers import Layer
 from actshard.location import Location
@@ -107,6 +108,40 @@ def show_previews(candidates: Sequence[Preview]) -> None:
     if possible:
         out.print("[dim]bytes are before compression; nothing was written[/]")
     for text, names in _alike((spelled(p.refused), p.format) for p in candidates if p.refused):
+        out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
+
+
+def estimates(source: Location | Store, format: str, source_format: str | None) -> list[Estimate]:
+    """Returns estimates of all forms, or of those of one format."""
+    if format:
+        one_of(format, formats.written(), "to")
+    names = [form.name for form in all_forms() if format in ("", form.format)]
+    return estimate(source, names, src_format=source_format)
+
+
+def show_estimates(candidates: Sequence[Estimate]) -> None:
+    """Prints a line per form, the smallest first; then why other forms are not possible."""
+    out = console()
+    columns = [
+        TableColumn("form", left=True),
+        *map(TableColumn, ("files", "bytes", "of rows", "error", "cosine", "stream")),
+    ]
+    cells = [
+        [
+            e.name,
+            f"{e.files:,}",
+            size(e.bytes) + (f" ± {size(e.uncertainty)}" if e.uncertainty else ""),
+            f"{e.ratio:.3f}",
+            f"{e.relative_error:.2g}" if e.relative_error else "none",
+            f"{e.cosine:.6f}" if e.relative_error else "1",
+            f"{size(int(e.stream_rate))}/s",
+        ]
+        for e in candidates
+        if e.refused is None
+    ]
+    show_table(out, columns, cells)
+    out.print("[dim]error, cosine, stream: of a sample, in memory; nothing was written[/]")
+    for text, names in _alike((spelled(e.refused), e.name) for e in candidates if e.refused):
         out.print(f"[yellow]{names}: not possible:[/] {escape(text)}", soft_wrap=True)
 
 

@@ -28,6 +28,8 @@ WHOLE_BYTES, WHOLE_FILES = 64 << 20, 2000
 """Limits of a conversion that is written completely: bytes of rows, and files."""
 SAMPLE_BYTES, SAMPLE_FILES = 16 << 20, 500
 """Limits of a sample of a larger conversion."""
+_RUNS = 8
+"""A sample consists of this many runs of consecutive examples."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Prediction:
     exact: bool
     shards: int = 0
     overflows: int = 0
+    uncertainty: int = 0
+    """Bytes by which two samples of a compressed result disagree."""
 
 
 def predict(
@@ -71,7 +75,7 @@ def predict(
         shards, files = len(layout.firsts), files + len(layout.firsts) - shards
     if int(rows.sum()) <= WHOLE_BYTES and files <= WHOLE_FILES:
         return replace(_measure(request, make_sample, overflow), exact=True, shards=shards)
-    examples = _sample(rows, files, len(tokens), SAMPLE_BYTES, SAMPLE_FILES)
+    examples = _sample(rows, files, SAMPLE_BYTES, SAMPLE_FILES)
     half = examples[: max(1, len(examples) // 2)]
     parts = [replace(request, examples=request.ids(0, request.count)[numbers]) for numbers in (half, examples)]
     try:
@@ -86,7 +90,13 @@ def predict(
     (_, _, half_bytes), (_, sample_files, sample_bytes) = estimates
     files += last.files - sample_files
     if last.bytes < sample_bytes:  # compressed
-        return Prediction(int(size * last.bytes / sample_bytes), files, False, shards)
+        ratio = last.bytes / sample_bytes
+        # The first half of the sample, and the second.
+        rest = sample_bytes - half_bytes
+        disagreement = (
+            abs(first.bytes / half_bytes - (last.bytes - first.bytes) / rest) if rest > 0 and half_bytes else 0.0
+        )
+        return Prediction(int(size * ratio), files, False, shards, uncertainty=round(size * disagreement))
     over = [first.bytes - half_bytes, last.bytes - sample_bytes]
     extra_per_example = (over[1] - over[0]) / max(1, len(examples) - len(half))
     return Prediction(
@@ -94,12 +104,28 @@ def predict(
     )
 
 
-def _sample(rows: NDArray[np.int64], files: int, count: int, most_bytes: int, most_files: int) -> NDArray[np.int64]:
-    """Returns consecutive examples from the middle that take at most ``most_bytes`` bytes and ``most_files`` files."""
-    limit = max(1, most_files * count // max(1, files))
-    first = count // 2 if count > limit else 0
-    ends = np.cumsum(rows[first : first + limit])
-    return np.arange(first, first + max(1, int(np.searchsorted(ends, most_bytes, "right"))))
+def _sample(rows: NDArray[np.int64], files: int, most_bytes: int, most_files: int) -> NDArray[np.int64]:
+    """Returns examples that take at most ``most_bytes`` bytes and ``most_files`` files: see :func:`spread`."""
+    numbers = spread(rows, most_bytes)
+    limit = max(1, most_files * len(rows) // max(1, files))
+    return numbers if len(numbers) <= limit else numbers[np.arange(limit) * len(numbers) // limit]
+
+
+def spread(sizes: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
+    """Numbers of examples in evenly spaced runs, with at most ``limit`` bytes in total, but at least one example. Ascending.
+
+    Args:
+        sizes: ``(n,)``: bytes of each example.
+        limit: bytes.
+    """
+    if int(sizes.sum()) <= limit:
+        return np.arange(len(sizes))
+    borders = np.unique(np.arange(_RUNS + 1) * len(sizes) // _RUNS)
+    ends = np.cumsum(sizes)
+    before = ends[borders[:-1]] - sizes[borders[:-1]]
+    stops = np.minimum(np.searchsorted(ends, before + limit // (len(borders) - 1), "right"), borders[1:])
+    numbers = np.concatenate([np.arange(a, b) for a, b in zip(borders[:-1].tolist(), stops.tolist(), strict=True)])
+    return numbers if sizes[numbers].any() else np.array([int(np.argmax(sizes > 0))])
 
 
 def _measure(

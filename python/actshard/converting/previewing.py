@@ -47,6 +47,8 @@ class Preview:
     """Number of all files (inodes)."""
     bytes: int
     """Bytes of all files."""
+    uncertainty: int
+    """Bytes by which two samples of a compressed result disagree about ``bytes``."""
     losses: tuple[Loss, ...]
     refused: str | None = None
     """Why the conversion is not possible, with a remedy; None if it is."""
@@ -159,9 +161,10 @@ def _preview(
             size.shards,
             size.files,
             size.bytes,
+            size.uncertainty,
             tuple(list_losses(request, target, columns, size.overflows)),
         )
     except ActshardError as error:
         if only and not isinstance(error, ArgumentError | TypeError | NotStoredError):
             raise
-        return Preview(name, root, 0, (), 0, None, 0, 0, 0, (), refused=error.detail)
+        return Preview(name, root, 0, (), 0, None, 0, 0, 0, 0, (), refused=error.detail)

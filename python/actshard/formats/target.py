@@ -122,6 +122,8 @@ class Target(ABC):
     format: ClassVar[str]
     format_options: ClassVar[Mapping[str, str]]
     """The format's own options, each with a description."""
+    forms: ClassVar[Mapping[str, Mapping[str, str | int]]] = {}
+    """Ways to store rows that ``estimate`` compares with the default: a name, and the arguments of ``convert``."""
     metadata_keys: ClassVar[tuple[str, ...] | None] = None
     """Supported metadata fields; None: any."""
     block_bytes: int = 32 << 20

@@ -56,6 +56,11 @@ class SpeculatorsTarget(TokenTarget):
         "scales": 'with dtype="float8_e4m3fn", "float8_e5m2" or "int8": a scale per "token", "layer" or "channel" of an '
         'example, or one for the "whole" example',
     }
+    forms: ClassVar[Mapping[str, Mapping[str, str | int]]] = {
+        "int8, scale per channel": {"dtype": "int8", "scales": "channel"},
+        "int8, scale per token": {"dtype": "int8", "scales": "token"},
+        "float8_e4m3fn, scale per token": {"dtype": "float8_e4m3fn", "scales": "token"},
+    }
     copies: float = 1.5
     numbers_layers = False
     takes_shard_bytes = False

@@ -64,6 +64,11 @@ class ZarrTarget(Target):
         "version": "of Zarr: 2 (default), a file per chunk; or 3, shards of many chunks, also of bfloat16",
         "pack": f"lossless compression of chunks, with version 3: {', '.join(PACKS)} (default: none)",
     }
+    forms: ClassVar[Mapping[str, Mapping[str, str | int]]] = {
+        "zarr 3": {"version": 3},
+        **{f"zarr 3, {pack}": {"version": 3, "pack": pack} for pack in PACKS},
+        "zarr 3, bfloat16, lossless": {"version": 3, "pack": "lossless", "dtype": "bfloat16"},
+    }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
     holds_named_layers = True
