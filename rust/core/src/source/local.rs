@@ -81,9 +81,7 @@ fn open_with(path: &Path, io: Io, grows: bool) -> Result<Box<dyn Source>> {
 
 /// The version of a file.
 fn version_of(file: &File) -> std::io::Result<Version> {
-    let meta = file.metadata()?;
-    let times = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
-    Ok(Version::File(meta.dev(), meta.ino(), meta.len(), times))
+    file.metadata().map(|metadata| super::listed::version_of(&metadata))
 }
 
 /// A file read with `pread`.
