@@ -115,6 +115,8 @@ def rescaling(
                 raise ArgumentError(
                     f"normalize: expected statistics of rows of {d_model}, found those of {len(stats.mean)}"
                 )
+            if np.isinf(stats.variance).any():
+                raise ArgumentError("normalize: the variance of a column is beyond float64", path=store.path)
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
         scale = np.stack([stats.inverse_std for stats in layer_stats])
     elif divide is not None:
@@ -194,7 +196,10 @@ def _to_mean_square(
     centers = np.broadcast_to(centers, (len(layer_stats), store.d_model))
     factors = np.ones((len(layer_stats), store.d_model))
     for number, stats in enumerate(layer_stats):
-        square = float(np.nansum(stats.variance) + np.nansum((stats.mean - centers[number]) ** 2))
+        with np.errstate(over="ignore"):
+            square = float(np.nansum(stats.variance) + np.nansum((stats.mean - centers[number]) ** 2))
+        if np.isinf(square):
+            raise ArgumentError('scale: "mean-sqrt-d": the squares of these rows are beyond float64', path=store.path)
         factors[number] = np.sqrt(store.d_model / square) if square > 0 else 1.0
     return factors
 
@@ -258,7 +263,7 @@ def vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.floa
             value = value.detach().cpu().double().numpy()
         if np.asarray(value).dtype == np.bool_:
             raise ArgumentTypeError(f"{what}: expected numbers, found {value!r:.50}")
-        array = np.asarray(value, np.float64)
+        array = _arguments.as_array(value, f"{what}: expected numbers").astype(np.float64)
     except ArgumentError:
         raise
     except (TypeError, ValueError, OverflowError) as error:
