@@ -73,6 +73,13 @@ def test_rows_whose_squares_are_beyond_float64_do_not_become_zeros(tmp_path: Pat
     with actshard.create(tmp_path / "d", "npy", layers=[2], d_model=3, dtype="float64") as writer:
         writer.append(rows[:, None])
     store = actshard.open(tmp_path / "d")
-    for options in ({"scale": "mean-sqrt-d"}, {"normalize": "stats"}, {"normalize": store.stats(2)}):
+    options_of_statistics: list[dict[str, Any]] = [
+        {"scale": "mean-sqrt-d"},
+        {"normalize": "stats"},
+        {"normalize": store.stats(2)},
+        {"center": "mean"},
+        {"divide": "std"},
+    ]
+    for options in options_of_statistics:
         with pytest.raises(actshard.ArgumentError, match="beyond float64"):
-            store.stream(2, 2, **options)  # type: ignore[arg-type]
+            store.stream(2, 2, **options)

@@ -110,13 +110,12 @@ def rescaling(
     if normalize is not None:
         _refuse_beside_normalize(center, scale, divide)
         layer_stats = _stats_of(normalize, layers)
+        _check_range(store, layer_stats)
         for stats in layer_stats:
             if len(stats.mean) != d_model:
                 raise ArgumentError(
                     f"normalize: expected statistics of rows of {d_model}, found those of {len(stats.mean)}"
                 )
-            if np.isinf(stats.variance).any():
-                raise ArgumentError("normalize: the variance of a column is beyond float64", path=store.path)
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
         scale = np.stack([stats.inverse_std for stats in layer_stats])
     elif divide is not None:
@@ -164,6 +163,7 @@ def _resolve_names(
     if rows is None or not any(is_name):
         return center, scale, divide, normalize
     layer_stats = [store.known_stats(layer, rows) for layer in layers]
+    _check_range(store, layer_stats)
     if is_name[0]:
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
     if is_name[1]:
@@ -172,6 +172,14 @@ def _resolve_names(
     if is_name[2]:
         divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in layer_stats])
     return center, scale, divide, layer_stats if is_name[3] else normalize
+
+
+def _check_range(store: Readable, layer_stats: Sequence[Stats]) -> None:
+    """Raises ArgumentError if sums over rows of huge float64 values overflowed: rows rescaled by them would be wrong."""
+    if any(np.isinf(values).any() for stats in layer_stats for values in (stats.mean, stats.variance)):
+        raise ArgumentError(
+            "the mean or the variance of a column is beyond float64; rescale by numbers", path=store.path
+        )
 
 
 def _check_names(center: Any, divide: Any, normalize: Any) -> None:

@@ -319,11 +319,11 @@ mod tests {
         std::fs::write(&path, [1, 2, 3]).unwrap();
         let file = |rows| vec![RowFile { location: (&path).into(), rows }];
         let raw = FileTable::new(file(RowsIn::Raw(3)), 1, DType::U8, Io::Mmap).unwrap();
-        let kept =
-            FileTable::new(file(RowsIn::At { start: 0, rows: 3, swapped: false }), 1, DType::U8, Io::Mmap).unwrap();
         raw.get(0, &Stop::new()).unwrap().unchanged().unwrap();
         std::fs::write(&path, [1, 2, 3, 4]).unwrap();
         raw.get(0, &Stop::new()).unwrap().unchanged().unwrap();
+        let kept =
+            FileTable::new(file(RowsIn::At { start: 0, rows: 3, swapped: false }), 1, DType::U8, Io::Mmap).unwrap();
         kept.get(0, &Stop::new()).unwrap().unchanged().unwrap();
         std::fs::remove_file(&path).unwrap();
         kept.get(0, &Stop::new()).unwrap().unchanged().unwrap();
