@@ -149,17 +149,6 @@ def test_an_empty_file_of_lines_of_a_column_is_an_error(tmp_path: Path) -> None:
     assert not actshard.verify(path).ok
 
 
-@pytest.mark.parametrize("name", ["prompts.jsonl", "responses.jsonl", "extra_metadata.jsonl"])
-def test_texts_that_one_store_of_a_run_lacks_are_a_warning_and_a_finding(name: str, tmp_path: Path) -> None:
-    run = GOLDEN / "zarr/run_20260122_101112"
-    assert "chunk-missing" not in codes_of(run)
-    path = without("zarr/run_20260122_101112", f"shards/shard-0001.zarr/text/{name}", tmp_path)
-    with pytest.warns(actshard.ActshardWarning, match=rf"shard-0001\.zarr: text/{name} is missing, which other stores"):
-        actshard.open(path)
-    assert codes_of(path).count("chunk-missing") == 1
-    assert "chunk-missing" in actshard.verify(path).codes()
-
-
 def test_an_empty_journal_of_arrays_with_rows_is_a_warning_and_a_finding(tmp_path: Path) -> None:
     path = Path(shutil.copytree(GOLDEN / "hallulens_v1/merged_captures/capture", tmp_path / "capture"))
     assert codes_of(path) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Callable, Container, Sequence, Set
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -285,13 +285,6 @@ class Member:
                     meta, meta.chunk_files(), f"its values are read as {meta.fill!r}, the fill value"
                 )
         return remarks
-
-    def missing_texts(self, names: Set[str]) -> list[Remark]:
-        """Warnings about files of texts that other stores of the run have; ``names`` are those of all stores."""
-        return [
-            Remark("chunk-missing", f"{name} is missing, which other stores of the run have: its columns are null")
-            for name in sorted(names - {path.relative_to(self.path) for path in self.texts})
-        ]
 
     def _missing_metadata(self, name: str) -> list[Remark]:
         folder = self.path / "arrays" / name

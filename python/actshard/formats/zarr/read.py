@@ -195,12 +195,7 @@ def open(path: Location, options: Options) -> Contents:
 
 def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
-    texts = {path.relative_to(member.path) for member in members for path in member.texts}
-    remarks = [
-        (member, remark)
-        for member in members
-        for remark in (*member.warnings, *member.missing_values(), *member.missing_texts(texts))
-    ]
+    remarks = [(member, remark) for member in members for remark in (*member.warnings, *member.missing_values())]
     warnings = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
     if not members[0].path.lists:
         warnings.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))

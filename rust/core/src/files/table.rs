@@ -13,7 +13,7 @@ use crate::files::open::{Body, OpenFile};
 use crate::layout::row::{FindRows, FoundRows, Place, Row};
 use crate::layout::{address_bits, too_far};
 use crate::location::Location;
-use crate::source::listed::Listed;
+use crate::source::listed::ListedFiles;
 use crate::source::slots::Slots;
 use crate::source::{Access, Io, Source, Store, Version, Wishes, replaced};
 use crate::threads::{self, Context, ForkSafe, Stop, Watch};
@@ -141,7 +141,7 @@ impl Files for FileTable {
 impl FileTable {
     /// A table of local files with rows of `width` elements, as they are now. Opens nothing.
     pub fn new(files: Vec<RowFile>, width: u64, dtype: DType, io: Io) -> Result<FileTable> {
-        let store = Listed::now(io, files.iter().map(|file| &file.location))?;
+        let store = ListedFiles::now(io, files.iter().map(|file| &file.location))?;
         FileTable::of(Arc::new(store), files, width, dtype)
     }
 

@@ -3,11 +3,9 @@
 //! What is known of a file, such as its header or its place in an index, is of that time. Rows may be read from it hours later.
 
 use std::collections::HashMap;
-use std::fs::Metadata;
 use std::hash::{BuildHasher, RandomState};
-use std::os::unix::fs::MetadataExt;
 
-use super::local::Local;
+use super::local::{Local, version_of};
 use super::{Access, Io, Source, Store, Version, replaced};
 use crate::error::{Error, Kind, Result};
 use crate::location::Location;
@@ -18,7 +16,7 @@ const TOGETHER: usize = 256;
 
 /// Opens local files, and refuses those that were written or replaced since they were listed.
 #[derive(Debug)]
-pub struct Listed {
+pub struct ListedFiles {
     local: Local,
     hasher: RandomState,
     /// By the hash of the file's location, because there may be millions. A file that was missing has none.
@@ -35,9 +33,9 @@ struct Stamp {
     modified: u64,
 }
 
-impl Listed {
+impl ListedFiles {
     /// Files as they are now. Others are opened as they are then.
-    pub fn now<'a>(io: Io, locations: impl IntoIterator<Item = &'a Location>) -> Result<Listed> {
+    pub fn now<'a>(io: Io, locations: impl IntoIterator<Item = &'a Location>) -> Result<ListedFiles> {
         let hasher = RandomState::new();
         let stamp = |location: &&Location| {
             let metadata = std::fs::metadata(location.path()?).ok()?;
@@ -46,7 +44,7 @@ impl Listed {
         let locations: Vec<&Location> = locations.into_iter().collect();
         let stamps_of = |_: usize, some: &[&Location], _: &Stop| Ok(some.iter().filter_map(stamp).collect::<Vec<_>>());
         let parts = threads::map_each(locations.chunks(TOGETHER), &stamps_of, &mut || false)?;
-        Ok(Listed { local: Local { io }, stamps: parts.into_iter().flatten().collect(), hasher })
+        Ok(ListedFiles { local: Local { io }, stamps: parts.into_iter().flatten().collect(), hasher })
     }
 
     /// Fails unless a file is the one that was listed. A file that grows may have another length and time.
@@ -78,14 +76,7 @@ impl Stamp {
     }
 }
 
-/// The version of a file with this metadata.
-pub(super) fn version_of(metadata: &Metadata) -> Version {
-    let modified = (metadata.mtime(), metadata.mtime_nsec());
-    let changed = (metadata.ctime(), metadata.ctime_nsec());
-    Version::File(metadata.dev(), metadata.ino(), metadata.len(), [modified, changed])
-}
-
-impl Store for Listed {
+impl Store for ListedFiles {
     fn open_many(&self, locations: &[&Location], access: Access, stop: &Stop) -> Vec<Result<Box<dyn Source>>> {
         let opened = self.local.open_many(locations, access, stop);
         opened.into_iter().map(|source| source.and_then(|source| self.check(source, access))).collect()
@@ -128,7 +119,7 @@ mod tests {
                 (Access::Growing, false, b"longer rows", Some(Kind::Format)),
             ] {
                 fs::write(&path, b"rows").unwrap();
-                let store = Listed::now(io, [&at]).unwrap();
+                let store = ListedFiles::now(io, [&at]).unwrap();
                 let open = || store.open_many(&[&at], access, &Stop::new()).pop().unwrap();
                 open().unwrap();
                 // Of another time, whatever the resolution of the file system's clock.
@@ -149,7 +140,7 @@ mod tests {
         let (path, later) = (folder.path().join("a"), folder.path().join("b"));
         fs::write(&path, b"rows").unwrap();
         let (at, later_at) = (Location::from(&path), Location::from(&later));
-        let store = Listed::now(Io::Mmap, [&at, &later_at]).unwrap();
+        let store = ListedFiles::now(Io::Mmap, [&at, &later_at]).unwrap();
         let time = fs::metadata(&path).unwrap().modified().unwrap();
         replace(&path, b"rows");
         fs::File::options().append(true).open(&path).unwrap().set_modified(time).unwrap();
