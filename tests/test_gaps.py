@@ -68,6 +68,7 @@ SKIPPED = {
     ("draft/specforge_eagle3", "rows_5-10/data_7.ckpt"): r"1 of 12 .*: data_7\.ckpt\. SpecForge does not write",
     ("draft/specforge_dflash_gz", "rows_0-2000/data_5.ckpt.gz"): r"1 of 8 .*: data_5\.ckpt\.gz\.",
     ("draft/specforge_dspark", "rows_0-4/data_2.ckpt"): r"1 of 6 .*: data_2\.ckpt\.",
+    ("draft/specforge_eagle3", "rows_0-5/data_0.ckpt"): r"1 of 12 .*: data_0\.ckpt\.",
     ("draft/angelslim_eagle3", "rank_0/rows_5-10/data_5.ckpt"): r"1 of 13 .*: data_5\.ckpt\. AngelSlim does not write",
     (
         "draft/angelslim_dflash",
@@ -125,6 +126,27 @@ def test_identifiers_with_gaps_are_no_fault(dataset: str, name: str, tmp_path: P
     path = without(dataset, name, tmp_path)
     assert codes_of(path) == codes_of(GOLDEN / dataset)
     assert "missing-file" not in actshard.verify(path).codes()
+
+
+@pytest.mark.parametrize("name", ["0.npy", "7.npy", "11.npy"])
+def test_tokens_of_an_example_without_activations_are_a_finding(name: str, tmp_path: Path) -> None:
+    """Its file of activations was lost, whether or not the numbers are a series."""
+    dataset = "containers/npy_example_files_f16"
+    assert "unlisted-file" not in actshard.verify(GOLDEN / dataset).codes()
+    path = without(dataset, f"acts/{name}", tmp_path)
+    report = actshard.verify(path)
+    (finding,) = (finding for finding in report.findings if finding.code == "unlisted-file")
+    assert finding.found == f"tokens: 1 file has no file of activations: tokens/{name}"
+    (path / "tokens" / name).unlink()
+    assert "unlisted-file" not in actshard.verify(path).codes()
+
+
+def test_an_empty_file_of_lines_of_a_column_is_an_error(tmp_path: Path) -> None:
+    path = Path(shutil.copytree(GOLDEN / "containers/npy_example_files_f16", tmp_path / "a"))
+    (path / "prompts.jsonl").write_bytes(b"")
+    with pytest.raises(actshard.FormatError, match=r"prompts\.jsonl.*columns.*expected lines with values of examples"):
+        actshard.open(path)
+    assert not actshard.verify(path).ok
 
 
 def test_an_empty_journal_of_arrays_with_rows_is_a_warning_and_a_finding(tmp_path: Path) -> None:

@@ -66,3 +66,20 @@ def test_statistics_of_another_layer_are_refused() -> None:
         store.stream([first, second], 4, normalize=[store.stats(second), stats])
     store.stream([first, second], 4, normalize=[stats, store.stats(second)])
     store.stream(second, 4, normalize=dataclasses.replace(stats, layer=None))
+
+
+def test_rows_whose_squares_are_beyond_float64_do_not_become_zeros(tmp_path: Path) -> None:
+    rows = np.array([[[1.7e308, -1.7e308, 1.0], [-1.7e308, 1.7e308, 3.0]]])
+    with actshard.create(tmp_path / "d", "npy", layers=[2], d_model=3, dtype="float64") as writer:
+        writer.append(rows[:, None])
+    store = actshard.open(tmp_path / "d")
+    options_of_statistics: list[dict[str, Any]] = [
+        {"scale": "mean-sqrt-d"},
+        {"normalize": "stats"},
+        {"normalize": store.stats(2)},
+        {"center": "mean"},
+        {"divide": "std"},
+    ]
+    for options in options_of_statistics:
+        with pytest.raises(actshard.ArgumentError, match="beyond float64"):
+            store.stream(2, 2, **options)

@@ -240,3 +240,48 @@ def test_tables_without_columns_have_a_row_for_each_example(format: str, tmp_pat
     assert actshard.concat([store, store.filter([5, 1])]).table.num_rows == 11
     with pytest.raises(actshard.ArgumentError, match=r"filter: .*The columns are: $"):
         store.filter(pc.field("label") == 1)
+
+
+def masked(values: Any, at: Any = (1,)) -> np.ma.MaskedArray[Any, Any]:
+    """Values of which one is masked."""
+    mask = np.zeros(np.shape(values), np.bool_)
+    mask[at] = True
+    return np.ma.MaskedArray(values, mask)
+
+
+NUMBERS, FLAGS = masked([0, 1, 2]), masked([True] * 6)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda store: store.gather(2, NUMBERS, 0),
+        lambda store: store.gather(2, [0, 1, 2], NUMBERS),
+        lambda store: store.gather(2, FLAGS, 0),
+        lambda store: store.last_tokens(2, NUMBERS),
+        lambda store: store.last_tokens(2, FLAGS),
+        lambda store: store.sequences(NUMBERS, 2),
+        lambda store: store.tokens_of(FLAGS),
+        lambda store: store.read_columns("example_idx", FLAGS),
+        lambda store: store.filter(FLAGS),
+        lambda store: store.layer(2)[NUMBERS, 0],
+        lambda store: store.stream(2, 4, keep=FLAGS),
+        lambda store: store.stream(2, 4, keep=lambda _: FLAGS),
+        lambda store: store.stream(2, 4, keep=masked(KEEP, (0, 0))),
+        lambda store: store.stream(2, 4, keep=[masked([True] * 9)] * 6),
+        lambda store: store.stream(2, 4, center=masked([1.0, 2.0, 3.0, 4.0])),
+        lambda store: store.stream(2, 4, divide=masked([1.0, 2.0, 3.0, 4.0])),
+        lambda store: store.stream(2, 4, scale=masked([1.0, 2.0, 3.0, 4.0])),
+    ],
+)
+def test_masked_values_choose_and_rescale_no_rows(store: actshard.Store, read: Any) -> None:
+    """numpy would take the numbers below the masks."""
+    with pytest.raises(actshard.ArgumentError, match="masked value"):
+        read(store)
+
+
+def test_masked_arrays_without_masked_values_are_arrays(store: actshard.Store) -> None:
+    numbers, flags = np.ma.MaskedArray([0, 1, 2]), np.ma.MaskedArray([True] * 6)
+    assert store.gather(2, numbers, 0).tobytes() == store.gather(2, [0, 1, 2], 0).tobytes()
+    assert store.last_tokens(2, numbers).tobytes() == store.last_tokens(2, [0, 1, 2]).tobytes()
+    assert store.stream(2, 4, keep=flags).num_rows == store.stream(2, 4).num_rows

@@ -336,7 +336,8 @@ class Store(StreamVerbs, SampledVerbs):
         from actshard.choosing import resolve
 
         self._check_not_closed()
-        return self._choose(resolve(self, examples))
+        with memory_for_flags(self):
+            return self._choose(resolve(self, examples))
 
     def split(self, test: float = 0.2, *, by: str | ArrayLike | None = None, seed: int = 0) -> tuple[Store, Store]:
         """Returns two stores, for training and for testing: ``train, test = store.split(test=0.2, by="verb")``.
@@ -356,7 +357,8 @@ class Store(StreamVerbs, SampledVerbs):
         from actshard.choosing import split
 
         self._check_not_closed()
-        train, held_out = split(self, test, by, seed)
+        with memory_for_flags(self):
+            train, held_out = split(self, test, by, seed)
         return self._choose(train), self._choose(held_out)
 
     def _choose(self, positions: Chosen) -> Store:

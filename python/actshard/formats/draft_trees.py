@@ -70,7 +70,10 @@ class DraftTree:
             # The folder of a missing file is known only if folders do not depend on the number.
             return file if self.span else f"{neighbor.relative_to(root).removesuffix(neighbor.name)}{file}"
 
-        return Numbered.of(paths, first=self.first), name
+        first = self.first
+        if first is None and self.span is not None and files:
+            first = min(numbers[self.span[0]] for numbers, _ in files)  # the folders name the numbers of their files
+        return Numbered.of(paths, first=first), name
 
     def missing_folders(self, files: Sequence[NumberedFile]) -> list[Remark]:
         """A warning about missing folders between others, if folders are named by the numbers of their files."""

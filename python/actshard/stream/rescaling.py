@@ -110,6 +110,7 @@ def rescaling(
     if normalize is not None:
         _refuse_beside_normalize(center, scale, divide)
         layer_stats = _stats_of(normalize, layers)
+        _check_range(store, layer_stats)
         for stats in layer_stats:
             if len(stats.mean) != d_model:
                 raise ArgumentError(
@@ -162,6 +163,7 @@ def _resolve_names(
     if rows is None or not any(is_name):
         return center, scale, divide, normalize
     layer_stats = [store.known_stats(layer, rows) for layer in layers]
+    _check_range(store, layer_stats)
     if is_name[0]:
         center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
     if is_name[1]:
@@ -170,6 +172,14 @@ def _resolve_names(
     if is_name[2]:
         divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in layer_stats])
     return center, scale, divide, layer_stats if is_name[3] else normalize
+
+
+def _check_range(store: Readable, layer_stats: Sequence[Stats]) -> None:
+    """Raises ArgumentError if sums over rows of huge float64 values overflowed: rows rescaled by them would be wrong."""
+    if any(np.isinf(values).any() for stats in layer_stats for values in (stats.mean, stats.variance)):
+        raise ArgumentError(
+            "the mean or the variance of a column is beyond float64; rescale by numbers", path=store.path
+        )
 
 
 def _check_names(center: Any, divide: Any, normalize: Any) -> None:
@@ -194,7 +204,10 @@ def _to_mean_square(
     centers = np.broadcast_to(centers, (len(layer_stats), store.d_model))
     factors = np.ones((len(layer_stats), store.d_model))
     for number, stats in enumerate(layer_stats):
-        square = float(np.nansum(stats.variance) + np.nansum((stats.mean - centers[number]) ** 2))
+        with np.errstate(over="ignore"):
+            square = float(np.nansum(stats.variance) + np.nansum((stats.mean - centers[number]) ** 2))
+        if np.isinf(square):
+            raise ArgumentError('scale: "mean-sqrt-d": the squares of these rows are beyond float64', path=store.path)
         factors[number] = np.sqrt(store.d_model / square) if square > 0 else 1.0
     return factors
 
@@ -258,7 +271,7 @@ def vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.floa
             value = value.detach().cpu().double().numpy()
         if np.asarray(value).dtype == np.bool_:
             raise ArgumentTypeError(f"{what}: expected numbers, found {value!r:.50}")
-        array = np.asarray(value, np.float64)
+        array = _arguments.as_array(value, f"{what}: expected numbers").astype(np.float64)
     except ArgumentError:
         raise
     except (TypeError, ValueError, OverflowError) as error:

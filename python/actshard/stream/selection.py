@@ -37,7 +37,13 @@ COMPARED = ". Compare a column of store.table: column.to_numpy() == x or pyarrow
 
 
 def column(values: Any) -> Any:
-    """Returns an Arrow, polars or pandas column as numpy, with null flags as False; returns other values unchanged."""
+    """Returns an Arrow, polars or pandas column as numpy, with null flags as False; returns other values unchanged.
+
+    Raises:
+        ArgumentError: a numpy array with masked values.
+    """
+    if isinstance(values, np.ma.MaskedArray):
+        return _arguments.as_array(values, "expected flags or integers")
     if isinstance(values, np.ndarray) or not hasattr(values, "to_numpy"):
         return values
     if not hasattr(values, "fill_null"):
@@ -369,10 +375,7 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
         return np.repeat(np.asarray(keep, np.bool_), stored)
     parts = []
     for i, (flags, t) in enumerate(zip(keep, stored.tolist(), strict=True)):
-        try:
-            part = np.asarray(flags)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"keep[{i}]: expected a bool array, found {type(flags).__name__}") from error
+        part = _arguments.as_array(flags, f"keep[{i}]: expected a bool array")
         if part.dtype != np.bool_ or part.ndim != 1:
             raise ArgumentError(f"keep[{i}]: expected a bool array, found {part.dtype} {part.shape}")
         if len(part) == t - special and special:

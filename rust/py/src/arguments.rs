@@ -4,7 +4,7 @@ use actshard_core::dtype::DType;
 use actshard_core::gather::Ints;
 use actshard_core::source::Io;
 use actshard_core::{Error, Kind};
-use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArrayMethods};
+use numpy::{PyArray1, PyArrayMethods, PyReadonlyArray1, PyUntypedArray, PyUntypedArrayMethods};
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
 use pyo3::types::PyInt;
@@ -33,7 +33,8 @@ impl IndexArgument<'_> {
             return value.extract().ok().map(IndexArgument::One);
         }
         let array = value.cast::<PyArray1<i64>>().ok()?;
-        if !array.is_c_contiguous() {
+        // The Python side knows what subclasses mean, such as masked arrays.
+        if value.cast_exact::<PyUntypedArray>().is_err() || !array.is_c_contiguous() {
             return None;
         }
         // A misaligned array has no slice; the Python side copies it.

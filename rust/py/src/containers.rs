@@ -11,7 +11,7 @@ use actshard_core::parse::npy::{self, NpyArray, NpyElements};
 use actshard_core::parse::safetensors;
 use actshard_core::parse::torch::{self, TorchFile};
 use actshard_core::rows::Rows as Dataset;
-use actshard_core::source::local::Local;
+use actshard_core::source::listed::ListedFiles;
 use actshard_core::source::{Access, Io, Source, Store};
 use actshard_core::threads::{self, Context, Stop, Watch};
 use actshard_core::{Error, Kind, Result};
@@ -332,7 +332,7 @@ pub fn placed_rows(
         row.rows(py, |width, dtype, io| {
             let inner = match remote_store(files.iter().map(|(place, ..)| place))? {
                 Some(store) => store,
-                None => Arc::new(Local { io }),
+                None => Arc::new(ListedFiles::now(io, files.iter().map(|(place, ..)| &place.location))?),
             };
             let steps = files.iter().map(|(_, step, ..)| *step).collect();
             let layout = match even {

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping, Sequence
 
+from actshard._arguments import many
 from actshard.containers import read_torch
 from actshard.errors import ActshardError
 from actshard.formats.format import Tell
 from actshard.formats.layout_toml import description
+from actshard.formats.layout_toml.description import Description, Name
 from actshard.formats.layout_toml.files import kind_of, matches, open_files
-from actshard.formats.layout_toml.index import build
+from actshard.formats.layout_toml.index import build, by_capture, key_of
+from actshard.formats.numbered import SHOWN
 from actshard.formats.plain_folders import NAME
 from actshard.formats.report import Report
 from actshard.location import Location
@@ -44,6 +48,24 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         return  # the damaged file is reported; building the index would report it again
     with report.noting(root):
         build(root, described, 1 << 30)
+        _check_columns(root, described, [captured for captured, _ in files], report)
+
+
+def _check_columns(
+    root: Location, described: Description, examples: Sequence[Mapping[str, Name]], report: Report
+) -> None:
+    """Reports files of tokens, lengths and columns without a file of activations: it was lost, or never written."""
+    for part in (described.tokens, described.lengths, *described.columns):
+        if part is None or part.files is None or not part.files.captures:
+            continue
+        lone = by_capture(root, part.files)
+        for captured in examples:
+            lone.pop(key_of(captured, part.files), None)
+        if lone:
+            shown = ", ".join(path.relative_to(root) for path in list(lone.values())[:SHOWN])
+            more = ", ..." if len(lone) > SHOWN else ""
+            text = f"{part.table}: {many(len(lone), 'file', 'has', 'have')} no file of activations: {shown}{more}"
+            report.add("unlisted-file", root, text)
 
 
 def _check_file(path: Location, kind: str, report: Report) -> None:

@@ -15,9 +15,9 @@ from actshard.formats.layout_toml.description import Description, Part
 from actshard.formats.layout_toml.files import array_in, is_lines, lines_of, open_files, parquet_of, viewed
 from actshard.formats.layout_toml.index import (
     RowIndex,
-    _key,
     by_capture,
     fill,
+    key_of,
     line_number,
     read_part,
 )
@@ -113,7 +113,10 @@ class FolderColumns:
         assert part.files is not None
         text = part.files.text
         if text not in self._lines:
-            self._lines[text] = lines_of(self.root.joinpath(*text.split("/")))
+            path = self.root.joinpath(*text.split("/"))
+            self._lines[text] = lines_of(path)
+            if not self._lines[text] and self.index.ids:
+                raise FormatError(f"{part.table}: expected lines with values of examples, found none", path=path)
         return self._lines[text]
 
     def _join_lines(self, part: Part, name: str) -> list[Any]:
@@ -172,7 +175,7 @@ class FolderColumns:
         files_by_capture = by_capture(self.root, part.files) if part.files is not None else {}
         paths = []
         for unit in self.index.units:
-            path = files_by_capture.get(_key(unit.captured, part.files)) if part.files is not None else unit.any
+            path = files_by_capture.get(key_of(unit.captured, part.files)) if part.files is not None else unit.any
             if path is None:
                 assert part.files is not None  # the unit's own file exists
                 raise FormatError(

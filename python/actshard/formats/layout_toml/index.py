@@ -160,20 +160,21 @@ class Lengths:
         if part.files is None:
             assert opened is not None
             return opened.array(opened.find(fill(part.tensor, unit.captured)))
-        path = paths_by_capture.get(_key(unit.captured, part.files))
+        path = paths_by_capture.get(key_of(unit.captured, part.files))
         if path is None:
             raise missing(unit.any, f"a file {part.files.text!r} with its lengths")
         (file,) = open_files([path], part)
         return viewed(file, file.find(fill(part.tensor, unit.captured)), part)
 
 
-def _key(captured: Mapping[str, Name], pattern: Pattern) -> str:
+def key_of(captured: Mapping[str, Name], pattern: Pattern) -> str:
+    """The captures of a pattern without the layer: of all files of an example or a batch."""
     return "\0".join(f"{name}={captured.get(name)!r}" for name in sorted(pattern.captures) if name != "layer")
 
 
 def by_capture(root: Location, pattern: Pattern) -> dict[str, Location]:
     """Files of a pattern by their captures."""
-    return {_key(captured, pattern): path for captured, path in matches(root, pattern)}
+    return {key_of(captured, pattern): path for captured, path in matches(root, pattern)}
 
 
 def fill(steps: Sequence[Name], captured: Mapping[str, Name]) -> list[Name]:
@@ -404,7 +405,7 @@ class Finder:
         if not pattern.captures:
             return self.root.joinpath(*pattern.text.split("/"))
         if "layer" not in pattern.captures:
-            return self.scale_files.get(_key(captured, pattern))
+            return self.scale_files.get(key_of(captured, pattern))
         scale_captures = {name: captured.get(name) for name in pattern.captures}
         return next((path for values, path in matches(self.root, pattern) if values == scale_captures), None)
 
@@ -428,7 +429,7 @@ class Finder:
             file = self.opened[unit.any]
         else:
             path = (
-                paths_by_capture.get(_key(unit.captured, part.files))
+                paths_by_capture.get(key_of(unit.captured, part.files))
                 if part.files.captures
                 else self.root / part.files.text
             )

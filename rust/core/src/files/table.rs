@@ -13,7 +13,7 @@ use crate::files::open::{Body, OpenFile};
 use crate::layout::row::{FindRows, FoundRows, Place, Row};
 use crate::layout::{address_bits, too_far};
 use crate::location::Location;
-use crate::source::local::Local;
+use crate::source::listed::ListedFiles;
 use crate::source::slots::Slots;
 use crate::source::{Access, Io, Source, Store, Version, Wishes, replaced};
 use crate::threads::{self, Context, ForkSafe, Stop, Watch};
@@ -139,9 +139,10 @@ impl Files for FileTable {
 }
 
 impl FileTable {
-    /// A table of local files with rows of `width` elements. Opens nothing.
+    /// A table of local files with rows of `width` elements, as they are now. Opens nothing.
     pub fn new(files: Vec<RowFile>, width: u64, dtype: DType, io: Io) -> Result<FileTable> {
-        FileTable::of(Arc::new(Local { io }), files, width, dtype)
+        let store = ListedFiles::now(io, files.iter().map(|file| &file.location))?;
+        FileTable::of(Arc::new(store), files, width, dtype)
     }
 
     /// A table of a store's files.
@@ -318,11 +319,11 @@ mod tests {
         std::fs::write(&path, [1, 2, 3]).unwrap();
         let file = |rows| vec![RowFile { location: (&path).into(), rows }];
         let raw = FileTable::new(file(RowsIn::Raw(3)), 1, DType::U8, Io::Mmap).unwrap();
-        let kept =
-            FileTable::new(file(RowsIn::At { start: 0, rows: 3, swapped: false }), 1, DType::U8, Io::Mmap).unwrap();
         raw.get(0, &Stop::new()).unwrap().unchanged().unwrap();
         std::fs::write(&path, [1, 2, 3, 4]).unwrap();
         raw.get(0, &Stop::new()).unwrap().unchanged().unwrap();
+        let kept =
+            FileTable::new(file(RowsIn::At { start: 0, rows: 3, swapped: false }), 1, DType::U8, Io::Mmap).unwrap();
         kept.get(0, &Stop::new()).unwrap().unchanged().unwrap();
         std::fs::remove_file(&path).unwrap();
         kept.get(0, &Stop::new()).unwrap().unchanged().unwrap();

@@ -79,11 +79,10 @@ fn open_with(path: &Path, io: Io, grows: bool) -> Result<Box<dyn Source>> {
     }
 }
 
-/// The version of a file.
-fn version_of(file: &File) -> std::io::Result<Version> {
-    let meta = file.metadata()?;
+/// The version of a file with this metadata.
+pub(super) fn version_of(meta: &Metadata) -> Version {
     let times = [(meta.mtime(), meta.mtime_nsec()), (meta.ctime(), meta.ctime_nsec())];
-    Ok(Version::File(meta.dev(), meta.ino(), meta.len(), times))
+    Version::File(meta.dev(), meta.ino(), meta.len(), times)
 }
 
 /// A file read with `pread`.
@@ -144,7 +143,7 @@ impl Source for Positioned {
     }
 
     fn version(&self) -> Option<Version> {
-        version_of(&self.file).ok()
+        self.file.metadata().ok().map(|meta| version_of(&meta))
     }
 
     fn map(&self, paging: Paging) -> Result<Option<Map>> {

@@ -10,6 +10,7 @@ pub mod descriptors;
 mod direct;
 pub mod fetch;
 pub mod held;
+pub mod listed;
 pub mod local;
 pub mod mmap;
 pub mod pread;
