@@ -240,6 +240,8 @@ class StoredArray:
 class RefusedObject:
     @property
     def name(self) -> str: ...
+    @property
+    def global_at(self) -> int | None: ...
 
 def write_pieces(
     sources: list[NDArray[np.uint8]],

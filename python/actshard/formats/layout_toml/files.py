@@ -6,6 +6,7 @@ Files with other names are raw; the description contains their dtype and shape.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -23,7 +24,7 @@ from actshard._arguments import stored
 from actshard._json import read_json, read_lines
 from actshard._native import StoredArray
 from actshard.codes import Remark
-from actshard.containers import RefusedObject, TorchFile, read_torch
+from actshard.containers import RefusedObject, TorchFile, read_torch, refusal
 from actshard.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Name, Part, Pattern
@@ -71,6 +72,10 @@ class OpenedFile(ABC):
     def names(self, steps: Sequence[Name]) -> list[str]:
         """The keys or positions that can follow these steps, as strings."""
 
+    def holding(self, steps: Sequence[Name]) -> OpenedFile:
+        """The file with the value at keys and positions: this one, or one of its shards."""
+        return self
+
     def array(self, value: Any) -> NDArray[Any]:
         """The elements of a value that :meth:`find` returned. A copy."""
         if isinstance(value, StoredArray):
@@ -91,14 +96,13 @@ class _TorchOpened(OpenedFile):
     def find(self, steps: Sequence[Name]) -> Any:
         value = self.file.find(steps)
         if isinstance(value, RefusedObject):
-            key_path = ".".join(map(str, steps))
-            raise UnsupportedError(f"{key_path or 'the saved object'}: unsupported: {value.name}", path=self.path)
+            raise refusal(value, ".".join(map(str, steps)) or "the saved object", self.path)
         return value
 
     def names(self, steps: Sequence[Name]) -> list[str]:
         value = self.file.find(steps)
         if isinstance(value, dict):
-            return [str(key) for key in value if type(key) in (int, str)]
+            return [str(key) for key in value if type(key) in (int, str, tuple)]
         return [str(n) for n in range(len(value))] if isinstance(value, list | tuple) else []
 
     def array(self, value: Any) -> NDArray[Any]:
@@ -218,6 +222,42 @@ def _native_name(dtype: np.dtype[Any]) -> str:
     return name_of(dtype)
 
 
+class Shards(OpenedFile):
+    """Files that together have the arrays of one, each array in one of them. Its path and metadata are those of the first."""
+
+    def __init__(self, files: Sequence[OpenedFile]) -> None:
+        super().__init__(files[0].path)
+        self.files = files
+        self.metadata = files[0].metadata
+
+    def holding(self, steps: Sequence[Name]) -> OpenedFile:
+        holders = list(self.files) if not steps else [file for file in self.files if _has(file, steps)]
+        if len(holders) > 1:
+            raise FormatError(
+                f"{'.'.join(map(str, steps)) or 'an array without a name'}: expected it in one of the files, found it in "
+                f"{holders[0].path.name} and {holders[1].path.name}",
+                path=self.path,
+            )
+        return holders[0] if holders else self.files[0]
+
+    def find(self, steps: Sequence[Name]) -> Any:
+        return self.holding(steps).find(steps)
+
+    def names(self, steps: Sequence[Name]) -> list[str]:
+        every: dict[str, None] = {}
+        for file in self.files:
+            with contextlib.suppress(FormatError):  # the keys of another file
+                every |= dict.fromkeys(file.names(steps))
+        return list(every)
+
+
+def _has(file: OpenedFile, steps: Sequence[Name]) -> bool:
+    try:
+        return str(steps[-1]) in file.names(steps[:-1])
+    except FormatError:
+        return False
+
+
 def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> list[OpenedFile]:
     """Parses files in parallel. Reads no elements."""
     kinds = {kind_of(path.name, part) for path in paths}
@@ -277,8 +317,8 @@ def matches(root: Location, pattern: Pattern, listing: Listing | None = None) ->
 def missing_files(
     root: Location, pattern: Pattern, files: Iterable[tuple[Mapping[str, Name], Location]]
 ) -> list[Remark]:
-    """A warning about gaps in the numbers of files, by their captures batch and example. Layers are no series."""
-    capture = next((name for name in ("example", "batch") if name in pattern.captures), None)
+    """A warning about gaps in the numbers of files, by batch and example, or of shards. Layers are no series."""
+    capture = next((name for name in ("example", "batch", "_") if name in pattern.captures), None)
     if capture is None or capture not in pattern.numbers:
         return []
     paths: dict[FileKey, Location] = {}

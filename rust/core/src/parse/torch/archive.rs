@@ -27,7 +27,11 @@ pub(super) fn read(source: &dyn Source, context: &mut Context<'_>) -> Result<Tor
         Some(byte) if !record.deflated => e.byte(at + byte),
         _ => e,
     };
-    let (tree, _) = parse_as(&pickle, Dialect::Torch).map_err(inside)?;
+    let (tree, size) = parse_as(&pickle, Dialect::Torch).map_err(inside)?;
+    if size < pickle.len() {
+        let detail = format!("expected the end of the pickle, found {} more bytes", pickle.len() - size);
+        return Err(inside(malformed(detail).byte(size as u64)));
+    }
     let named: HashMap<&[u8], usize> = archive.records.iter().enumerate().map(|(i, r)| (&r.name[..], i)).collect();
     let part = |name: &str| [&top[..], b"/", name.as_bytes()].concat();
     let swapped = match named.get(&part("byteorder")[..]).map(|i| archive.records[*i].content(source, 64, context)) {
