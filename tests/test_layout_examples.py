@@ -186,6 +186,16 @@ def test_a_draft_that_does_not_open_says_so(tmp_path: Path) -> None:
     assert f"this draft does not open yet: {caught.value}" in proposal.unsure
 
 
+def test_examples_of_equal_length_with_an_axis_of_layers_are_not_taken_for_layers(tmp_path: Path) -> None:
+    pairs = [{"states": np.full((3, 4, 8), i, np.float32)} for i in range(5)]
+    (tmp_path / "cache.pt").write_bytes(torch_bytes({"num_layers": 3, "pairs": pairs}))
+    proposal = registry.get("layout_toml").guess(tmp_path)
+    store = actshard.open(tmp_path, layout=proposal.text)
+    assert (len(store), len(store.layers)) == (5, 3)
+    assert [store.sequence(i, 0)[0, 0] for i in range(5)] == list(range(5))
+    assert any("they may be layers" in reason for reason in proposal.unsure)
+
+
 def test_a_guess_names_the_arrays_that_it_leaves_out_and_prefers_names_of_states(tmp_path: Path) -> None:
     np.savez(tmp_path / "all.npz", logits=np.zeros((4, 5, 99), np.float32), hidden=np.ones((4, 5, 8), np.float32))
     proposal = registry.get("layout_toml").guess(tmp_path)

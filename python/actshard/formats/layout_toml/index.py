@@ -414,6 +414,14 @@ class Finder:
             raise FormatError(
                 f"{key_path}: expected a tensor stored in the file, found {type(array).__name__}", path=file.path
             )
+        if self.part.dtype is None and file.is_of_bits(steps):
+            size = stored(array.dtype).itemsize
+            names = "bfloat16" if size == 2 else "float8_e4m3fn or float8_e5m2"
+            raise FormatError(
+                f"activations: expected 'dtype', such as {names}: the elements are {8 * size} bits of a type that the file does "
+                "not name, as numpy writes those of ml_dtypes",
+                path=file.path,
+            )
         if self.part.dtype is not None and array.dtype != self.part.dtype:
             if stored(array.dtype).itemsize != stored(self.part.dtype).itemsize:
                 raise FormatError(f"activations: expected {self.part.dtype}, found {array.dtype}", path=file.path)
@@ -515,7 +523,9 @@ class Finder:
                 raise UnsupportedError(f"axes {list(self.part.axes)}: expected 'dim' as the last axis", path=file.path)
             self.made_files.append(RowFile(self.place[file.path], step_of(axis), False, False, None, scaled))
             return array_geometry, len(self.made_files) - 1, array_geometry.first * item, along
-        is_decoded = (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None
+        is_decoded = (
+            (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None or array.is_chunked
+        )
         decoded = array if is_decoded else None
         first = array.offset
         if is_decoded:

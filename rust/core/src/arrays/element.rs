@@ -160,7 +160,9 @@ fn float_bytes(n: f64, dtype: DType, mut put: impl FnMut(&[u8]) -> Option<()>) -
 fn float8(n: f64, dtype: DType) -> Option<u8> {
     match dtype {
         DType::F8E8M0 => n.is_nan().then_some(0xff),
-        DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz if n == 0.0 && n.is_sign_positive() => Some(0),
+        DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz if n == 0.0 && n.is_sign_positive() => {
+            Some(0)
+        }
         DType::F8E4M3 => n.is_nan().then_some(0x7f),
         DType::F8E4M3Fnuz | DType::F8E5M2Fnuz => n.is_nan().then_some(0x80),
         DType::F8E5M2 if n.is_infinite() => Some(if n > 0.0 { 0x7c } else { 0xfc }),

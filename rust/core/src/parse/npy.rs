@@ -16,6 +16,7 @@
 //! Source: numpy/lib/_format_impl.py of numpy 2.4.
 
 use super::arrays::{ArrayPlace, Region};
+use super::end;
 use super::zip::{Archive, ZipRecord, shown};
 use crate::codec::inflate;
 use crate::dtype::{DType, Spelling};
@@ -283,11 +284,13 @@ impl NpyHeader {
             shape.push(text);
             strides.push(1);
         }
-        let place =
-            ArrayPlace { dtype, swapped, shape, strides, at: self.len, inside: None };
+        let place = ArrayPlace { dtype, swapped, shape, strides, at: self.len, inside: None, chunks: None };
         let bytes = place.count().and_then(|n| n.checked_mul(place.item()));
         match bytes.and_then(|bytes| bytes.checked_add(self.len)) {
-            Some(end) if end <= size => Ok(NpyArray { place, elements }),
+            Some(end) if end <= size => {
+                end::check(end, size, "the array", ": several arrays in one file are unsupported")?;
+                Ok(NpyArray { place, elements })
+            }
             Some(end) => Err(Error::new(
                 Kind::Truncated,
                 format!("an array of shape {:?}: expected {end} bytes, found {size}", place.shape),
@@ -352,6 +355,7 @@ mod tests {
             ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)} + 1", "another literal"),
             ("{'descr': '<f4', 'descr': '<f8', 'fortran_order': False, 'shape': (1,)}", "another literal"),
             ("", "another literal"),
+            ("{'descr': '<i2', 'fortran_order': False, 'shape': (1,)}", "the end of the array, found 2 more bytes"),
         ];
         for (header, expected) in cases {
             let found = read(&file(header, &[0; 4]), &Stop::new()).unwrap_err().to_string();

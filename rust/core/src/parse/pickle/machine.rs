@@ -1,7 +1,7 @@
 //! A pickle interpreter for the opcodes of protocols 0 to 5 that plain data and numpy arrays use, and no others.
 //!
 //! A standard unpickler imports and calls any name in the file. Lists of allowed module *prefixes* do not help: numpy's own
-//! modules reach everything, and from protocol 4 a name may be a dotted path. Here a global must equal one of the eleven
+//! modules reach everything, and from protocol 4 a name may be a dotted path. Here a global must equal one of the
 //! (module, name) pairs in `global`; it is never imported, and only decides which opcodes may follow. Memory is counted
 //! before it is allocated, and limited to a fixed amount plus four times the input.
 //!
@@ -25,6 +25,7 @@ use super::{Blob, Id, Node, Refusal, SavedStorage, Tree};
 use crate::dtype::{DType, Spelling};
 use crate::error::{Error, Kind, Result};
 use crate::number::to_usize;
+use crate::parse::end;
 
 /// Memory for values in addition to the input: this, plus four times the input.
 const MEMORY: usize = 24 << 20;
@@ -82,7 +83,9 @@ fn global(module: &[u8], name: &[u8]) -> Option<Global> {
         (b"numpy", b"ndarray") => Global::NdArray,
         (b"_codecs", b"encode") => Global::Encode,
         (b"builtins" | b"__builtin__", b"bytes") => Global::EmptyBytes,
-        (b"ml_dtypes", name) => Global::Element(std::str::from_utf8(name).ok().and_then(|name| Spelling::of_name(name).dtype())?),
+        (b"ml_dtypes", name) => {
+            Global::Element(std::str::from_utf8(name).ok().and_then(|name| Spelling::of_name(name).dtype())?)
+        }
         (b"collections", b"OrderedDict" | b"Counter") => Global::Dict,
         (b"collections", b"defaultdict") => Global::DefaultDict,
         (b"builtins" | b"__builtin__", b"list" | b"dict" | b"tuple" | b"int" | b"float" | b"str" | b"bool") => {
@@ -139,13 +142,8 @@ pub fn least(front: &[u8]) -> Result<u64> {
 /// Parses a pickle, which ends where `input` ends: Python ignores further objects that were dumped into one file.
 pub fn parse(input: &[u8]) -> Result<Tree> {
     let (tree, size) = parse_as(input, Dialect::Plain)?;
-    if size < input.len() {
-        let detail = format!(
-            "expected the end of the pickle, found {} more bytes: dump all samples as one object, a file contains one",
-            input.len() - size
-        );
-        return Err(Error::new(Kind::Format, detail).byte(size as u64));
-    }
+    let advice = ": dump all samples as one object, a file contains one";
+    end::check(size as u64, input.len() as u64, "the pickle", advice)?;
     Ok(tree)
 }
 

@@ -80,8 +80,10 @@ impl Machine<'_> {
             (Global::Scalar, &[element, bytes]) => self.scalar(element, bytes),
             (Global::EmptyBytes, []) => self.push_node(Node::Bytes(Blob::new(false, 0..0))),
             (Global::NdArray | Global::EmptyBytes | Global::DefaultDict | Global::Factory | Global::Element(_), _) => {
-                Err(self
-                    .error(Kind::UnsafePickle, "calls numpy.ndarray, a class of plain values or defaultdict in a way that data never do"))
+                Err(self.error(
+                    Kind::UnsafePickle,
+                    "calls numpy.ndarray, a class of plain values or defaultdict in a way that data never do",
+                ))
             }
             _ => Err(self.malformed(format!("calls {function:?} with {} arguments", arguments.len()))),
         }
@@ -91,7 +93,10 @@ impl Machine<'_> {
     fn is_factory(&self, id: Id) -> bool {
         match self.cells.get(id as usize) {
             Some(Operand::Global(name)) => {
-                matches!(name, Global::Factory | Global::EmptyBytes | Global::Dict | Global::DefaultDict | Global::Torch(_))
+                matches!(
+                    name,
+                    Global::Factory | Global::EmptyBytes | Global::Dict | Global::DefaultDict | Global::Torch(_)
+                )
             }
             Some(Operand::Value(node)) => matches!(node, Node::None | Node::Refused(_)),
             _ => false,
