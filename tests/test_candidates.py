@@ -215,3 +215,21 @@ def test_rows_of_other_layers_are_refused_by_their_number(row: Any, message: str
     with pytest.raises(actshard.FormatError, match=rf"row 2.*column 'acts'.*{message}"):
         actshard.open(tmp_path / "d.parquet").sequence(2, 1)
     assert not actshard.verify(tmp_path / "d.parquet").ok
+
+
+def test_columns_of_more_axes_of_arrow_are_named_and_the_way_to_read_them(tmp_path: Path) -> None:
+    columns = {"hidden_states": vectors(8, layers=3), "acts": vectors(4, tokens=None)}
+    with pytest.warns(actshard.ActshardWarning, match=r"columns hidden_states have three or more axes.*to_parquet"):
+        assert actshard.open(arrow(tmp_path / "a", columns)).layers == ("acts",)
+    alone = arrow(tmp_path / "b", {"hidden_states": vectors(8, layers=3), "label": np.arange(N)})
+    with pytest.raises(actshard.FormatError, match=r"found hidden_states, label; columns hidden_states have three"):
+        actshard.open(alone)
+    assert not actshard.verify(alone).ok
+    assert actshard.open(parquet(tmp_path / "c", {"hidden_states": vectors(8, layers=3)})).layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_what_has_no_layers_is_an_error_that_names_the_columns(write: Writer, tmp_path: Path) -> None:
+    path = write(tmp_path / "d", {"label": np.arange(N), "score": np.arange(N)})
+    with pytest.raises(actshard.ActshardError, match="label, score"):
+        actshard.open(path)

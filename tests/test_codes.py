@@ -189,6 +189,7 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "constant-layer": values(lambda rows: rows.__setitem__(..., rows[0, 0, 0].copy())),
     "duplicate-example": values(lambda rows: rows.__setitem__(5, rows[4])),
     "oversized-file": torch_folder("pt_zoo/slice_of_large_base.pt", "a"),
+    "unread-object": torch_folder("hostile/lookup_only.pt", "t"),
     "record-checksum": torch_folder("hostile/crc_wrong.pt", "h"),
     "token-range": cache(IDS, {"input_ids": [1, 9]}, metadata={"vocab_size": 9}),
     "mask-value": cache(IDS | {"assistant_masks": np.int32}, {"input_ids": [1, 2], "assistant_masks": [0, 2]}),

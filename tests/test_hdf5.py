@@ -1,4 +1,4 @@
-"""HDF5 files of described folders, beside h5py: contiguous datasets are read in place, all others are refused by name."""
+"""HDF5 files of described folders, compared with h5py: contiguous datasets are read in place, chunks are decoded."""
 
 from __future__ import annotations
 
@@ -64,19 +64,83 @@ def test_bfloat16_stored_as_integers_comes_back(tmp_path: Path) -> None:
     assert np.array_equal(bits(store.gather(0, np.arange(4), 0)), raw)
 
 
-UNSUPPORTED: dict[str, dict[str, Any]] = {
-    "chunked": {"data": np.ones((4, 6), np.float32), "chunks": (2, 6)},
-    "compressed": {"data": np.ones((4, 6), np.float32), "compression": "gzip"},
-    "without data": {"shape": (4, 6), "dtype": "f4"},
+CHUNKS: dict[str, dict[str, Any]] = {
+    "chunks": {"chunks": (3, 2, 4)},
+    "one chunk": {"chunks": (4, 5, 6)},
+    "chunks of an element": {"chunks": (1, 1, 1)},
+    "chunks larger than the array": {"chunks": (8, 8, 8), "maxshape": (None, None, None)},
+    "gzip": {"chunks": (3, 2, 4), "compression": "gzip"},
+    "shuffle": {"chunks": (3, 2, 4), "shuffle": True},
+    "gzip and shuffle": {"chunks": (2, 5, 6), "compression": "gzip", "shuffle": True},
+    "checksum": {"chunks": (2, 5, 6), "fletcher32": True},
+    "all filters": {"chunks": (2, 3, 5), "compression": 9, "shuffle": True, "fletcher32": True},
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"userblock_size": 1024}, {"libver": "latest"}], ids=str)
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", ">f8"])
+@pytest.mark.parametrize("kind", CHUNKS)
+def test_chunks_are_read_as_h5py_reads_them(
+    kind: str, dtype: str, options: dict[str, Any], io: str, tmp_path: Path
+) -> None:
+    with h5py.File(tmp_path / "acts.h5", "w", **options) as file:
+        for layer in (2, 11):
+            file.create_dataset(f"model/layer_{layer}", data=VALUES[int(layer > 2)].astype(dtype), **CHUNKS[kind])
+        file.create_dataset("lengths", data=LENGTHS, chunks=(3,), compression="gzip")
+        file["ids"] = np.arange(20, dtype=np.int32).reshape(4, 5)
+    store = actshard.open(tmp_path, layout=LAYOUT, io=io)
+    for layer in (2, 11):
+        want = VALUES[int(layer > 2)].astype(store.dtype)
+        for i, n in enumerate(LENGTHS):
+            assert np.array_equal(bits(store.sequence(i, layer)), bits(want[i, :n]))
+    assert actshard.verify(tmp_path, layout=LAYOUT, deep=True).ok
+
+
+def test_chunks_that_were_never_written_are_zeros_or_refused(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "acts.h5", "w") as file:
+        for name, fill in (("zeros", 0.0), ("ones", 1.0)):
+            data = file.create_dataset(name, (4, 6), "f4", chunks=(2, 6), fillvalue=fill)
+            data[2:] = VALUES[0, 0, :2]
+    layout = {"version": 1, "activations": {"files": "acts.h5", "tensor": "zeros", "axes": ["row", "dim"]}}
+    rows = actshard.open(tmp_path, layout=layout).gather(0, np.arange(4), 0)
+    assert np.array_equal(rows, np.concatenate([np.zeros((2, 6)), VALUES[0, 0, :2]]).astype(np.float32))
+    layout["activations"]["tensor"] = "ones"  # type: ignore[index]  # a dict
+    with refuses(actshard.UnsupportedError, tmp_path / "acts.h5", "ones: 1 of 2 chunks were never written"):
+        actshard.open(tmp_path, layout=layout)
+
+
+def test_damaged_chunks_are_refused_at_their_offset(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "acts.h5", "w") as file:
+        data = file.create_dataset("data", data=VALUES[0, 0], chunks=(5, 6), compression="gzip")
+        chunk = data.id.get_chunk_info(0)
+    raw = bytearray((tmp_path / "acts.h5").read_bytes())
+    raw[chunk.byte_offset + 8 : chunk.byte_offset + 40] = bytes(32)
+    (tmp_path / "acts.h5").write_bytes(raw)
+    layout = {"version": 1, "activations": {"files": "acts.h5", "tensor": "data", "axes": ["row", "dim"]}}
+    store = actshard.open(tmp_path, layout=layout)
+    with pytest.raises(actshard.ActshardError):
+        store.gather(0, np.arange(5), 0)
+    assert not actshard.verify(tmp_path, layout=layout, deep=True).ok
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "another compression": (
+        {"data": np.ones((4, 6), np.float32), "compression": "lzf"},
+        "data: chunks with the filter",
+    ),
+    "without data": ({"shape": (4, 6), "dtype": "f4"}, "data: an empty or external dataset"),
+    "texts": ({"data": np.array([b"a", b"b"])}, "data: unsupported dtype"),
+    "records": ({"data": np.zeros(3, [("a", "<f4")])}, "data: unsupported dtype"),
 }
 
 
 @pytest.mark.parametrize("kind", UNSUPPORTED)
 def test_other_datasets_are_refused_by_name(kind: str, tmp_path: Path) -> None:
+    options, text = UNSUPPORTED[kind]
     with h5py.File(tmp_path / "acts.h5", "w") as file:
-        file.create_dataset("data", **UNSUPPORTED[kind])
+        file.create_dataset("data", **options)
     layout = {"version": 1, "activations": {"files": "acts.h5", "tensor": "data", "axes": ["row", "dim"]}}
-    with refuses(actshard.UnsupportedError, tmp_path / "acts.h5", "data: a chunked or empty dataset"):
+    with refuses(actshard.UnsupportedError, tmp_path / "acts.h5", text):
         actshard.open(tmp_path, layout=layout)
 
 

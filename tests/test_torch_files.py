@@ -59,6 +59,9 @@ def test_a_hostile_file_is_refused_in_one_line_or_read_right(name: str) -> None:
     try:
         file = read(HOSTILE / case["file"])
         values = {key: file.array(file.find([key])).tolist() for key in case.get("values", {})}
+        if case["expect"] == "refuse":
+            assert file.refused.keys() == {"h"}
+            file.array(file.find(["h"]))
         _ = file.value
     except ActshardError as raised:
         error = raised
@@ -75,9 +78,18 @@ def test_a_hostile_file_is_refused_in_one_line_or_read_right(name: str) -> None:
 
 
 def test_no_code_in_a_file_runs_or_is_imported() -> None:
-    for name in ("reduce_os_getcwd", "stack_global_getcwd", "dotted_under_torch", "backward_hooks_code"):
-        with pytest.raises(UnsafePickleError, match="nothing was imported or run"):
-            read(HOSTILE / CASES[name]["file"])
+    for name in ("reduce_os_getcwd", "stack_global_getcwd", "dotted_under_torch", "newobj_build", "getattr_chain"):
+        file = read(HOSTILE / CASES[name]["file"])
+        with pytest.raises(UnsafePickleError, match="nothing was imported or run") as caught:
+            file.array(file.value["h"])
+        offset = file.refused["h"].global_at
+        assert caught.value.offset == offset
+        assert offset is not None
+        assert (HOSTILE / CASES[name]["file"]).read_bytes()[offset : offset + 1] in b"c\x93", "the opcode with the name"
+    file = read(HOSTILE / CASES["backward_hooks_code"]["file"])
+    with pytest.raises(UnsupportedError, match="a tensor with hooks"):
+        file.array(file.value["h"])
+    assert read(HOSTILE / CASES["lookup_only"]["file"]).find(["t"]).shape == [2, 3]
 
 
 def test_places_are_those_of_the_bytes_in_the_file() -> None:

@@ -227,6 +227,17 @@ class StoredArray:
     def __new__(
         cls, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int, swapped: bool
     ) -> StoredArray: ...
+    @staticmethod
+    def chunked(
+        dtype: str,
+        shape: Sequence[int],
+        swapped: bool,
+        chunk_shape: Sequence[int],
+        filters: Sequence[str],
+        chunks: Sequence[tuple[Sequence[int], int, int, int]],
+    ) -> StoredArray: ...
+    @property
+    def is_chunked(self) -> bool: ...
     def viewed(self, dtype: str) -> StoredArray: ...
     @property
     def dtype(self) -> str: ...
@@ -245,6 +256,8 @@ class StoredArray:
 class RefusedObject:
     @property
     def name(self) -> str: ...
+    @property
+    def global_at(self) -> int | None: ...
 
 def write_pieces(
     sources: list[NDArray[np.uint8]],

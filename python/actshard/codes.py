@@ -179,6 +179,20 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "save tensor.clone() instead of a slice, or convert the folder",
         ),
         Code(
+            "integer-rows",
+            WARNING,
+            "Rows are 16-bit integers, as programs write the bits of bfloat16 or float16 numbers that have no dtype in numpy.",
+            "If so, the numbers are meaningless until they are reinterpreted.",
+            "name the dtype in the metadata (Zarr: bfloat16 as its dtype; layout.toml: dtype), or reinterpret the rows",
+        ),
+        Code(
+            "unread-object",
+            NOTE,
+            "A torch file contains objects of other types than plain values, tensors and numpy arrays.",
+            "These entries cannot be read. The others can, and nothing was imported or run.",
+            "save such entries as plain values if they matter; loading the file with pickle imports what it names",
+        ),
+        Code(
             "record-checksum",
             ERROR,
             "The CRC-32 of a record of a zip archive differs from the one in its directory.",

@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._arguments import stored
 from actshard._native import RefusedObject, StoredArray
-from actshard.errors import FormatError, UnsupportedError
+from actshard.errors import ActshardError, FormatError, UnsafePickleError, UnsupportedError
 from actshard.location import Location
 
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt.gz", ".pth.gz", ".ckpt.gz")
 """Usual names of files of ``torch.save``."""
 
-__all__ = ["SUFFIXES", "RefusedObject", "StoredArray", "TorchFile", "read_torch"]
+__all__ = ["SUFFIXES", "RefusedObject", "StoredArray", "TorchFile", "read_torch", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ class TorchFile:
 
         Tensors are :class:`~actshard._native.StoredArray`: ``dtype`` (safetensors name), ``shape``, ``strides`` (in elements),
         ``offset`` (bytes), ``swapped``, ``deflated``. Arrays of numpy too, unless their pickle stores escaped bytes; these are read
-        as numpy arrays. An object that only torch can make is a :class:`~actshard._native.RefusedObject` with its ``name``.
+        as numpy arrays. Any other object is a :class:`~actshard._native.RefusedObject` with its ``name``, and with ``global_at``,
+        the offset of its class or function, if an unpickler would import one that tensors do not need. A defaultdict is a dict.
 
         Raises:
             FormatError, UnsupportedError: values nested more than 64 deep, or that contain themselves.
@@ -66,6 +67,26 @@ class TorchFile:
         """Bytes of all storages, and bytes of the distinct tensors in them: saving a slice saves all of its storage."""
         return self._native.sizes()
 
+    @cached_property
+    def refused(self) -> dict[str, RefusedObject]:
+        """Objects that are not built, by their keys and positions. Each is there once, even if it occurs several times."""
+        objects: dict[str, RefusedObject] = {}
+        seen: set[int] = set()
+        stack: list[tuple[tuple[object, ...], object]] = [((), self.value)]
+        while stack:
+            steps, value = stack.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, RefusedObject):
+                objects[".".join(map(str, steps)) or "the saved object"] = value
+            elif isinstance(value, dict):
+                stack += [((*steps, _key(key)), inner) for key, inner in reversed(value.items())]
+                stack += [((*steps, "key"), key) for key in value if isinstance(key, RefusedObject)]
+            elif isinstance(value, list | tuple | set):
+                stack += [((*steps, number), inner) for number, inner in enumerate(value)][::-1]
+        return objects
+
     def damaged(self) -> list[int]:
         """Offsets of storages whose content differs from their CRC-32. Reads all of the file."""
         return self._native.damaged()
@@ -73,7 +94,8 @@ class TorchFile:
     def find(self, steps: Sequence[str | int]) -> Any:
         """Returns the value at keys and positions: ``find(["hidden_states", 3])``.
 
-        A step is a key of a dict (a text of digits also finds an integer key) or a position in a list or tuple.
+        A step is a key of a dict (a text of digits also finds an integer key, and ``"('resid', 3)"`` a tuple) or a position in a
+        list or tuple.
 
         Raises:
             FormatError: there is no such value; the message lists what there is.
@@ -100,7 +122,7 @@ class TorchFile:
             array = np.frombuffer(self._native.read(value), stored(value.dtype))
             return array.reshape(value.shape)
         if isinstance(value, RefusedObject):
-            raise UnsupportedError(f"expected a plain tensor, found {value.name}", path=self.path)
+            raise refusal(value, "", self.path)
         if isinstance(value, list | tuple) and all(isinstance(member, StoredArray) for member in value) and value:
             return np.stack([self.array(member) for member in value])
         if isinstance(value, np.ndarray | np.generic | int | float | bool | list | tuple):
@@ -108,6 +130,18 @@ class TorchFile:
             if array.dtype != object:
                 return array
         raise UnsupportedError(f"expected a tensor, found {type(value).__name__}", path=self.path)
+
+
+def refusal(value: RefusedObject, where: str, path: Location) -> ActshardError:
+    """The error of reading an object that is not built; ``where`` are its keys and positions."""
+    where = f"{where}: " if where else ""
+    if value.global_at is None:
+        return UnsupportedError(f"{where}expected a plain tensor, found {value.name}", path=path)
+    return UnsafePickleError(
+        f"{where}names the global {value.name}, which tensors and numpy arrays do not need; nothing was imported or run",
+        path=path,
+        offset=value.global_at,
+    )
 
 
 _NOTHING = object()
@@ -118,15 +152,21 @@ def _step(value: Any, step: str | int) -> Any:
         if step in value:
             return value[step]
         number = int(step) if isinstance(step, str) and step.isdecimal() else step
-        return value.get(number, _NOTHING)
+        if number in value:
+            return value[number]
+        return next((inner for key, inner in value.items() if isinstance(key, tuple) and str(key) == step), _NOTHING)
     if isinstance(value, list | tuple) and str(step).isdecimal() and int(step) < len(value):
         return value[int(step)]
     return _NOTHING
 
 
+def _key(key: object) -> object:
+    return key.name if isinstance(key, RefusedObject) else key
+
+
 def _keys(value: Any) -> str:
     if isinstance(value, dict):
-        shown = ", ".join(repr(key)[:40] for key in list(value)[:12])
+        shown = ", ".join(repr(_key(key))[:40] for key in list(value)[:12])
         return f"the keys {shown}" + (", ..." if len(value) > 12 else "")
     if isinstance(value, list | tuple):
         return f"{len(value)} items"

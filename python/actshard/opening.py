@@ -279,6 +279,11 @@ def _opened(
         short(store.layers),
         store.dtype,
     )
+    if store.dtype.kind in "iu" and store.dtype.itemsize == 2:
+        text = (
+            f"rows are {store.dtype}, perhaps the bits of bfloat16 numbers, which rows.view(ml_dtypes.bfloat16) reads"
+        )
+        store.warnings = (*store.warnings, Remark("integer-rows", text))
     if refused := sorted(_refused(root) - before):
         text = f"the server refuses these names, and does not list any; taken as absent: {', '.join(refused)}"
         store.warnings = (*store.warnings, Remark("not-listed", text))

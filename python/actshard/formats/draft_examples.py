@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.containers import RefusedObject, StoredArray, TorchFile, read_torch
-from actshard.errors import ActshardError, FileAccessError, FormatError, MissingFileError, UnsupportedError
+from actshard.containers import RefusedObject, StoredArray, TorchFile, read_torch, refusal
+from actshard.errors import ActshardError, FileAccessError, FormatError, MissingFileError
 from actshard.location import Location
 
 IDS = "input_ids"
@@ -194,7 +194,7 @@ def example_of(file: TorchFile, keys: DraftKeys) -> DraftExample:
 def _tensor(file: TorchFile, value: dict[Any, Any], key: str) -> StoredArray:
     tensor = value.get(key)
     if isinstance(tensor, RefusedObject):
-        raise UnsupportedError(f"{key}: expected a plain tensor, found {tensor.name}", path=file.path)
+        raise refusal(tensor, key, file.path)
     if not isinstance(tensor, StoredArray):
         keys_found = ", ".join(str(stored_key)[:40] for stored_key in list(value)[:_SHOWN_KEYS])
         what = f"a {type(tensor).__name__}" if key in value else f"none; the file has {keys_found or 'no keys'}"

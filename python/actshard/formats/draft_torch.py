@@ -28,6 +28,7 @@ from actshard.formats.draft_trees import DraftTree, NumberedFile
 from actshard.formats.kept import KeptIndex
 from actshard.formats.per_token import LAST, wrong_values
 from actshard.formats.report import Report
+from actshard.formats.torch_checks import check_torch
 from actshard.layers import Layer
 from actshard.location import Location
 
@@ -35,10 +36,6 @@ _SHOWN = 20
 """Number of damaged files that are named in warnings."""
 _TRIED = 4
 """Number of files that detection tries, because the first ones may be damaged."""
-_TIMES = 2
-"""A file may be this many times as large as its tensors before it is reported."""
-_LEAST = 1024
-"""Files up to this size in bytes are not reported as too large."""
 _Shape = tuple[int, int, str]
 """Width of the layers' states, width of the last hidden state, dtype."""
 
@@ -154,13 +151,7 @@ class DraftFolder:
 
 
 def _check_file(file: TorchFile, example: DraftExample | None, report: Report) -> None:
-    file_bytes, tensors = file.sizes
-    if file_bytes > max(_TIMES * tensors, _LEAST):
-        times = f", {file_bytes // tensors} times as many" if tensors else ""
-        report.add("oversized-file", file.path, f"{file_bytes} bytes for tensors of {tensors} bytes{times}")
-    if report.deep:
-        for offset in file.damaged():
-            report.add("record-checksum", file.path, "other bytes", "the content of the CRC-32", f"byte {offset}")
+    check_torch(file, report)
     if example is None:
         return
     for key, part in example.columns.items():

@@ -572,6 +572,11 @@ def only(dtype: np.dtype[Any], names: Sequence[str], format: str, why: str) -> N
                 f"{format} supports {supported}, not {dtype}{why}. dtype= does not convert 8-bit floats: read the rows, convert "
                 "them with ml_dtypes and write them with create()"
             )
+        if dtype.kind in "iub":
+            raise DtypeError(
+                f"{format} supports {supported}, not {dtype}{why}. dtype= does not convert integers, which may be the bits of "
+                "other numbers: write rows.view(ml_dtypes.bfloat16) or rows.astype('float32'), whichever they are, with create()"
+            )
         # bfloat16 has the exponents of float32: float16 would lose values.
         wide = "F32" if name == "BF16" and "F32" in names else names[-1]
         raise DtypeError(

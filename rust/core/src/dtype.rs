@@ -3,12 +3,16 @@
 //! Floating types cast to one another with round-to-nearest-even, in one step: a float64 is never rounded to float32 on
 //! its way to a 16-bit type, which would round twice. Other types are only copied.
 
+mod spelling;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use half::{bf16, f16};
 
 use crate::error::{Error, Kind, Result};
 use crate::kernels::{self, Conversion, Float, Stores};
+
+pub use self::spelling::Spelling;
 
 macro_rules! dtypes {
     ($($variant:ident, $name:literal, $bits:literal, $numpy:expr;)*) => {

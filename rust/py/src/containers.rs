@@ -6,6 +6,7 @@ use actshard_core::files::scaled::{ScaledArray, ScaledStore};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::files::unpacked::{Unit, Unpacked};
 use actshard_core::layout::placed::{EvenPlaces, Placed};
+use actshard_core::parse::array_chunks::{ChunkFilter, ChunkList, ChunkPlace};
 use actshard_core::parse::arrays::{self, ArrayPlace};
 use actshard_core::parse::npy::{self, NpyArray, NpyElements};
 use actshard_core::parse::safetensors;
@@ -43,8 +44,47 @@ impl StoredArray {
         detach::guarded(py, || {
             let dtype = dtype_of(py, dtype)?;
             let swapped = swapped && dtype.bits() > 8;
-            Ok(StoredArray { place: ArrayPlace { dtype, swapped, shape, strides, at: offset, inside: None } })
+            Ok(StoredArray {
+                place: ArrayPlace { dtype, swapped, shape, strides, at: offset, inside: None, chunks: None },
+            })
         })
+    }
+
+    /// An array in chunks: `chunks` are (index of the first element, offset in the file, stored bytes, mask of filters that were left
+    /// out), `filters` some of "shuffle", "deflate" and "checksum", in the order in which they were applied.
+    #[staticmethod]
+    fn chunked(
+        py: Python<'_>,
+        dtype: &str,
+        shape: Vec<u64>,
+        swapped: bool,
+        chunk_shape: Vec<u64>,
+        filters: Vec<String>,
+        chunks: Vec<(Vec<u64>, u64, u64, u32)>,
+    ) -> PyResult<StoredArray> {
+        detach::guarded(py, || {
+            let dtype = dtype_of(py, dtype)?;
+            let filter = |name: String| match name.as_str() {
+                "shuffle" => Ok(ChunkFilter::Shuffle),
+                "deflate" => Ok(ChunkFilter::Deflate),
+                "checksum" => Ok(ChunkFilter::Checksum),
+                _ => Err(Error::new(Kind::Unsupported, format!("chunks with the filter {name}"))),
+            };
+            let filters = filters.into_iter().map(filter).collect::<Result<Vec<_>>>();
+            let chunks =
+                chunks.into_iter().map(|(first, at, stored, skipped)| ChunkPlace { first, at, stored, skipped });
+            let list = filters.and_then(|filters| ChunkList::new(&shape, chunk_shape, filters, chunks.collect()));
+            let list = list.map_err(|error| errors::raise(py, &error))?;
+            let (swapped, strides) = (swapped && dtype.bits() > 8, ArrayPlace::dense(&shape));
+            let chunks = Some(Arc::new(list));
+            Ok(StoredArray { place: ArrayPlace { dtype, swapped, shape, strides, at: 0, inside: None, chunks } })
+        })
+    }
+
+    /// Whether the array is in chunks.
+    #[getter]
+    fn is_chunked(&self) -> bool {
+        self.place.chunks.is_some()
     }
 
     /// The same bytes as elements of another type of the same size.
@@ -178,7 +218,8 @@ fn with_opened<R: Send>(
     store.work(&|context| work(&*open(context)?, context), watch)
 }
 
-/// An array of a file and its name: numbers, `"void"` (bytes of an unknown type) or `"text"`.
+/// An array of a file and its name: numbers, `"void"` (bytes of an unknown type), `"text"`, or `"small"` (elements of less than a
+/// byte, which cannot be read).
 type NamedArray = (String, StoredArray, &'static str);
 /// The arrays of a file, and its metadata.
 type ArraysTuple = (Vec<NamedArray>, Vec<(String, String)>);
@@ -204,11 +245,13 @@ fn arrays_in(source: &dyn Source, kind: &str, context: &mut Context<'_>) -> Resu
                 strides: ArrayPlace::dense(&tensor.shape),
                 at: header.data_start + tensor.begin,
                 inside: None,
+                chunks: None,
             };
-            let arrays = header.tensors.iter().filter(|tensor| tensor.dtype.size().is_some());
-            let named =
-                |tensor: &safetensors::Tensor| (tensor.name.clone(), StoredArray { place: place(tensor) }, "numbers");
-            Ok((arrays.map(named).collect(), header.metadata.clone()))
+            let named = |tensor: &safetensors::Tensor| {
+                let kind = if tensor.dtype.size().is_some() { "numbers" } else { "small" };
+                (tensor.name.clone(), StoredArray { place: place(tensor) }, kind)
+            };
+            Ok((header.tensors.iter().map(named).collect(), header.metadata.clone()))
         }
         _ => Err(Error::new(Kind::Internal, format!("a container '{kind}'"))),
     }

@@ -56,12 +56,15 @@ pub struct StoredArray {
     pub place: ArrayPlace,
 }
 
-/// An object of torch that is unsupported.
+/// An object that is unsupported.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct RefusedObject {
     /// The name of its class or function.
     #[pyo3(get)]
     name: String,
+    /// The offset in the file at which it names a global that no tensor needs; None if it names none.
+    #[pyo3(get)]
+    global_at: Option<u64>,
 }
 
 /// Makes Python objects of the values of a pickle.
@@ -215,7 +218,12 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
                 None => return Err(Error::new(Kind::Internal, "a tensor outside a file of torch").into()),
             },
             Node::Name(blob) => text(py, tree.bytes(input, blob))?,
-            Node::Refused(blob) => Bound::new(py, RefusedObject { name: shown(tree.bytes(input, blob)) })?.into_any(),
+            Node::Refused(object) => {
+                let name = shown(tree.bytes(input, &object.name));
+                let at = self.torch.and_then(|file| file.pickle_at).unwrap_or(0);
+                let global_at = object.global_at.map(|byte| at + byte);
+                Bound::new(py, RefusedObject { name, global_at })?.into_any()
+            }
             Node::Unfinished | Node::Storage(_) => {
                 return Err(Error::new(Kind::UnsafePickle, "contains an object that is not a plain value").into());
             }
@@ -320,6 +328,7 @@ fn name_of<'a>(tree: &'a Tree, input: &'a [u8], key: Id) -> (u64, &'a [u8]) {
         Node::Int(n) => (n.rotate_left(8) as u64 ^ 2, &[]),
         Node::Float(x) => (x.to_bits() ^ 3, &[]),
         Node::Bool(b) => (4 + u64::from(*b), &[]),
+        Node::Tuple(_) => (u64::from(key).rotate_left(8) ^ 7, &[]),
         _ => (6, &[]),
     }
 }

@@ -29,7 +29,7 @@ from actshard.faults import RAISE, Faults
 from actshard.formats.candidates import choose, left_out, named_in, rank_of
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hf_arrow.streams import StreamFile, pa_type
-from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, kind_of, pieces_of, vectors_of
+from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, is_deeper, kind_of, pieces_of, vectors_of
 from actshard.layers import Layer, stored
 from actshard.location import Location
 
@@ -65,7 +65,8 @@ def detect(path: Location) -> Evidence:
     info = read_json(path / "dataset_info.json") if (path / "dataset_info.json").kind() == "file" else None
     features = info.get("features") if isinstance(info, dict) else None
     if isinstance(features, dict) and features and not any(_is_vectors(feature) for feature in features.values()):
-        return Evidence(False, LOOKED_FOR, "a dataset without columns of vectors", near=True)
+        columns = ", ".join(list(features)[:_SHOWN])
+        return Evidence(False, LOOKED_FOR, f"a dataset without columns of vectors, with {columns}", near=True)
     return Evidence(True, LOOKED_FOR, "a state.json with _data_files")
 
 
@@ -179,6 +180,19 @@ class Directory:
         names = [column.name for column in columns]
         if len(set(names)) < len(names):
             raise FormatError("expected columns of different names", path=self.files[0].path)
+        deeper = [column.name for column in columns if is_deeper(column)]
+        if deeper:
+            text = (
+                f"columns {', '.join(deeper)} have three or more axes: they are columns, not layers; Dataset.to_parquet(FILE) "
+                "writes a file whose columns of three axes are read as (layer, token, dim)"
+            )
+            self.warnings.append(Remark("layout", text))
+        if columns and not candidates:
+            raise FormatError(
+                f"expected a column of vectors, or of sequences of vectors, found {', '.join(names)}"
+                + (f"; {text}" if deeper else ""),
+                path=self.path,
+            )
         requested_names = named_in(layout, [vectors.column.name for vectors in candidates])
         selection = (
             self._listed_columns(candidates)

@@ -46,13 +46,25 @@ class Vectors:
         return np.dtype(self.leaf.type).newbyteorder("<")
 
 
-def vectors_of(column: Column, features: Any) -> Vectors | None:
-    """The vectors of a column; None for a column of anything else."""
+def _levels_of(column: Column) -> tuple[list[Column], Column]:
+    """The list types of a column, outermost first, and the type of their values."""
     levels: list[Column] = []
     leaf = column
-    while leaf.type in _LISTS and len(levels) < 3:
+    while leaf.type in _LISTS:
         levels.append(leaf)
         leaf = leaf.children[0]
+    return levels, leaf
+
+
+def is_deeper(column: Column) -> bool:
+    """Whether a column has floats with more axes than a sequence of vectors."""
+    levels, leaf = _levels_of(column)
+    return leaf.type in FLOATS and len(levels) > 2
+
+
+def vectors_of(column: Column, features: Any) -> Vectors | None:
+    """The vectors of a column; None for a column of anything else."""
+    levels, leaf = _levels_of(column)
     if leaf.type not in FLOATS or not 1 <= len(levels) <= 2:
         return None
     width = levels[-1].sizes[0] if levels[-1].type == "fixed_size_list" else None

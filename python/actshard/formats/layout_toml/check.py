@@ -16,12 +16,8 @@ from actshard.formats.layout_toml.index import build, by_capture, key_of
 from actshard.formats.numbered import SHOWN
 from actshard.formats.plain_folders import NAME
 from actshard.formats.report import Report
+from actshard.formats.torch_checks import check_torch
 from actshard.location import Location
-
-_TIMES = 2
-"""A file may be this many times as large as its tensors before it is reported."""
-_LEAST = 1024
-"""Files up to this size in bytes are not reported as too large."""
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
@@ -71,13 +67,7 @@ def _check_columns(
 def _check_file(path: Location, kind: str, report: Report) -> None:
     if kind == "torch":
         (file,) = read_torch([path])
-        file_bytes, tensors = file.sizes
-        if file_bytes > max(_TIMES * tensors, _LEAST):
-            times = f", {file_bytes // tensors} times as many" if tensors else ""
-            report.add("oversized-file", path, f"{file_bytes} bytes for tensors of {tensors} bytes{times}")
-        if report.deep:
-            for offset in file.damaged():
-                report.add("record-checksum", path, "other bytes", "the content of the CRC-32", f"byte {offset}")
+        check_torch(file, report)
     elif kind == "npz" and report.deep and path.is_local:
         try:
             with zipfile.ZipFile(path.local) as archive:

@@ -15,8 +15,8 @@ from actshard.formats.layout_toml.description import Description, Part
 from actshard.formats.layout_toml.files import array_in, is_lines, lines_of, open_files, parquet_of, viewed
 from actshard.formats.layout_toml.index import (
     RowIndex,
+    Unit,
     by_capture,
-    fill,
     key_of,
     line_number,
     read_part,
@@ -102,6 +102,7 @@ class FolderColumns:
                 self._put(name, part, lambda name=name: self._check_count([line.get(name) for line in lines], part))  # type: ignore[misc]  # a lambda's default has no type
         else:
             fallback = part.files.text.rpartition("/")[2].partition(".")[0] if part.files else part.table
+            fallback = fallback if part.pointer is None else part.pointer[1].rpartition("/")[2] or fallback
             self._put(part.name or fallback, part, lambda: self._read_arrays(part))
 
     def _put(self, name: str, part: Part, read: Callable[[], Sequence[Any]]) -> None:
@@ -146,12 +147,19 @@ class FolderColumns:
 
     def _all_metadata(self) -> list[dict[str, str]]:
         unit_metadata = [self._metadata(n) for n in range(len(self.index.units))]
-        return [unit_metadata[unit] for unit in self._units()]
+        return [unit_metadata[unit] for unit in self._units(self.index.units)]
 
-    def _units(self) -> list[int]:
+    def _units_of(self, part: Part) -> tuple[list[Unit], Sequence[int] | NDArray[np.int64]]:
+        """The units with a value of a part each, and the position of each example in its unit."""
+        index = self.index
+        if index.wholes is None or part.step_of("example") is not None:
+            return index.units, index.positions
+        return index.wholes, [n for unit in index.wholes for n in range(unit.count)]
+
+    def _units(self, units: Sequence[Unit]) -> list[int]:
         """The unit of each example."""
-        bounds = np.array([unit.first for unit in self.index.units], np.int64)
-        counts = np.array([unit.count for unit in self.index.units], np.int64)
+        bounds = np.array([unit.first for unit in units], np.int64)
+        counts = np.array([unit.count for unit in units], np.int64)
         every = np.repeat(np.arange(len(bounds)), counts)
         if len(every) == len(self.index.ids):
             return list(every.tolist())
@@ -170,11 +178,13 @@ class FolderColumns:
                 values = stored_value if isinstance(stored_value, list) else viewed(file, stored_value, part)
             else:
                 values = read_part(self.root, self.description, part)
-            return self._spread(values, range(len(self.index.ids)), part, sum(u.count for u in self.index.units))
+            count = sum(unit.count for unit in self.index.units)
+            return self._spread(values, range(len(self.index.ids)), part, count, self.index.positions)
         column: list[Any] = [None] * len(self.index.ids)
         files_by_capture = by_capture(self.root, part.files) if part.files is not None else {}
         paths = []
-        for unit in self.index.units:
+        units, positions = self._units_of(part)
+        for unit in units:
             path = files_by_capture.get(key_of(unit.captured, part.files)) if part.files is not None else unit.any
             if path is None:
                 assert part.files is not None  # the unit's own file exists
@@ -187,31 +197,48 @@ class FolderColumns:
             zip(lacking, open_files(lacking, part if part.files else self.description.activations), strict=True)
         )
         of_unit: dict[int, list[int]] = {}
-        for example, number in enumerate(self._units()):
+        for example, number in enumerate(self._units(units)):
             of_unit.setdefault(number, []).append(example)
-        for number, (unit, path) in enumerate(zip(self.index.units, paths, strict=True)):
-            file = self.index.opened.get(path) or opened[path]
-            stored_value = file.find(fill(part.tensor, unit.captured))
+        for number, (unit, path) in enumerate(zip(units, paths, strict=True)):
+            steps = unit.fill(part.tensor)
+            file = (self.index.opened.get(path) or opened[path]).holding(steps)
+            stored_value = file.find(steps)
             value = (
                 viewed(file, stored_value, part) if isinstance(stored_value, StoredArray | np.ndarray) else stored_value
             )
             examples = of_unit.get(number, [])
-            for example, example_value in zip(examples, self._spread(value, examples, part, unit.count), strict=True):
+            values = self._spread(value, examples, part, unit.count, positions)
+            for example, example_value in zip(examples, values, strict=True):
                 column[example] = example_value
         return column
 
-    def _spread(self, values: Any, examples: Sequence[int], part: Part, count: int) -> list[Any]:
-        """Values of ``examples`` from an array or list with values of ``count`` examples."""
+    def _spread(
+        self,
+        values: Any,
+        examples: Sequence[int],
+        part: Part,
+        count: int,
+        positions: Sequence[int] | NDArray[np.int64],
+    ) -> list[Any]:
+        """Values of ``examples`` from an array or list with values of ``count`` examples, at their positions."""
         index = self.index
         if isinstance(values, np.ndarray):
-            return self._spread_array(values, examples, part, count)
-        if isinstance(values, list | tuple) and (len(values) == count and not (count == 1 and index.numbered)):
-            return [_plain(values[int(index.positions[n]) if count != len(index.ids) else n]) for n in examples]
+            return self._spread_array(values, examples, part, count, positions)
+        is_one_of_many = count == 1 and index.numbered and index.wholes is None
+        if isinstance(values, list | tuple) and len(values) == count and not is_one_of_many:
+            return [_plain(values[int(positions[n]) if count != len(index.ids) else n]) for n in examples]
         if len(examples) <= 1 or not isinstance(values, list | tuple):
             return [_plain(values)] * len(examples)
         raise FormatError(f"{part.table}: expected {count} values, found {len(values)}", path=self.root)
 
-    def _spread_array(self, values: NDArray[Any], examples: Sequence[int], part: Part, count: int) -> list[Any]:
+    def _spread_array(
+        self,
+        values: NDArray[Any],
+        examples: Sequence[int],
+        part: Part,
+        count: int,
+        positions: Sequence[int] | NDArray[np.int64],
+    ) -> list[Any]:
         index = self.index
         names = [axis for axis in part.axes if axis != "1"]
         if part.axes and len(part.axes) == values.ndim:
@@ -240,7 +267,7 @@ class FolderColumns:
             )
         column = []
         for example, n in zip(examples, tokens.tolist(), strict=True):
-            example_values = values[int(index.positions[example]) if count != 1 else 0]
+            example_values = values[int(positions[example]) if count != 1 else 0]
             skip = int(index.skipped[example])
             room = self._room(part)
             column.append(_plain(example_values[skip : skip + n] if example_values.ndim and room else example_values))

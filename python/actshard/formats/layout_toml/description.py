@@ -28,7 +28,7 @@ LARGEST = 1 << 20
 """Size limit of a description in bytes."""
 AXES = ("example", "layer", "token", "dim", "row")
 
-_CAPTURE = re.compile(r"\{([a-z]+)(?::([ds]))?\}")
+CAPTURE = re.compile(r"\{([a-z]+|_)(?::([ds]))?\}")
 _POINTER = re.compile(r"([^:*?\s][^:*?]*\.json):(/.*|)$")
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|1")
 
@@ -38,12 +38,21 @@ Steps = tuple[Name, ...]
 
 @dataclass(frozen=True)
 class Pattern:
-    """A pattern of file names with captures ``{example}``, ``{layer}`` and ``{batch}``: ``:d`` digits, ``:s`` anything but "/"."""
+    """A pattern of names with captures ``{example}``, ``{layer}``, ``{batch}`` and ``{_}``: ``:d`` digits, ``:s`` anything but "/".
+
+    Files that differ only in ``{_}`` are shards: each array is in one of them.
+    """
 
     text: str
     captures: tuple[str, ...]
     numbers: frozenset[str]
     """Captures that are numbers."""
+
+    @classmethod
+    def of(cls, text: str) -> Pattern:
+        """The pattern of a text whose braces are captures."""
+        matches = list(CAPTURE.finditer(text))
+        return cls(text, tuple(m[1] for m in matches), frozenset(m[1] for m in matches if m[2] != "s"))
 
     def match(self, name: str) -> dict[str, Name] | None:
         """The captured values, or None."""
@@ -61,7 +70,7 @@ class Pattern:
     @cached_property
     def _regex(self) -> re.Pattern[str]:
         parts, position = [], 0
-        for match in _CAPTURE.finditer(self.text):
+        for match in CAPTURE.finditer(self.text):
             parts.append(re.escape(self.text[position : match.start()]))
             kind = "[0-9]{1,18}" if match[1] in self.numbers else "[^/]+"
             parts.append(f"(?P<{match[1]}>{kind})")
@@ -96,6 +105,17 @@ class Part:
     by: str = ""
     commit: bool = False
     metadata: bool = False
+
+    def step_of(self, capture: str) -> int | None:
+        """The position in ``tensor`` of a key with a capture; None if no key has it."""
+        steps = enumerate(self.tensor)
+        return next(
+            (n for n, step in steps if isinstance(step, str) and f"{{{capture}" in CAPTURE.sub(_open, step)), None
+        )
+
+
+def _open(match: re.Match[str]) -> str:
+    return f"{{{match[1]}"
 
 
 @dataclass(frozen=True)
@@ -181,17 +201,13 @@ class _Table:
     def pattern(self, key: str, text: str, allowed: tuple[str, ...]) -> Pattern:
         if text.startswith("/") or "\\" in text or any(part in ("..", ".") for part in text.split("/")):
             raise self.error(key, f"expected a name below the folder, found {show(text)}")
-        captures: list[str] = []
-        numbers = set()
-        for match in _CAPTURE.finditer(text):
-            if match[1] not in allowed or match[1] in captures:
-                raise self.error(key, f"expected each of {', '.join(allowed)} once in braces, found {show(match[0])}")
-            captures.append(match[1])
-            if match[2] != "s":
-                numbers.add(match[1])
-        if re.search(r"[{}]", _CAPTURE.sub("", text)):
+        pattern = Pattern.of(text)
+        for name in pattern.captures:
+            if name not in allowed or pattern.captures.count(name) > 1:
+                raise self.error(key, f"expected each of {', '.join(allowed)} once in braces, found {show(name)}")
+        if re.search(r"[{}]", CAPTURE.sub("", text)):
             raise self.error(key, f"expected braces such as {{example:d}} or {{layer:s}}, found {show(text)}")
-        return Pattern(text, tuple(captures), frozenset(numbers))
+        return pattern
 
     def steps(self, key: str) -> Steps:
         value = self.values.get(key)  # a key may look like a pointer
@@ -325,7 +341,7 @@ class DescriptionReader:
             raise top.error("activations", "expected this table, found nothing")
         table = _Table("activations", values["activations"], self)
         table.check(("files", *_OF_ARRAY, "select", "layers", "scales"))
-        activations = self.part(table, ("example", "layer", "batch"))
+        activations = self.part(table, ("example", "layer", "batch", "_"))
         if activations.files is None:
             raise table.error("files", "expected a pattern of file names, found none")
         names = [name for axis in activations.axes for name in axis.split("*")]
@@ -338,6 +354,13 @@ class DescriptionReader:
         for name in ("example", "layer"):
             if name in activations.files.captures and name in names:
                 raise table.error("axes", f"{name!r} is already captured from the file names")
+        if activations.step_of("example") is not None:
+            if "example" in activations.files.captures:
+                raise table.error("tensor", "'example' is already captured from the file names")
+            if {"example", "row"} & set(names):
+                raise table.error(
+                    "axes", "'tensor' has an array for each example: expected neither 'example' nor 'row'"
+                )
         if "row" in names and "example" in activations.files.captures:
             raise table.error("axes", "'row' is all tokens of all examples, but files are one per example: use 'token'")
         select = table.get("select") or {}
@@ -419,7 +442,7 @@ class DescriptionReader:
 
     @staticmethod
     def _allowed(activations: Part) -> tuple[str, ...]:
-        return activations.files.captures if activations.files else ()
+        return tuple(name for name in activations.files.captures if name != "_") if activations.files else ()
 
 
 def read_layout(layout: Any) -> Any:

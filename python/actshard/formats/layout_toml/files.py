@@ -1,11 +1,12 @@
 """The files of a described folder: arrays and values by keys and positions, for all containers.
 
-Torch files, ``.npy``, ``.npz`` and safetensors are parsed by the core; HDF5 needs the ``h5py`` package and contiguous datasets.
+Torch files, ``.npy``, ``.npz`` and safetensors are parsed by the core; HDF5 needs the ``h5py`` package.
 Files with other names are raw; the description contains their dtype and shape.
 """
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import itertools
@@ -23,7 +24,7 @@ from actshard._arguments import stored
 from actshard._json import read_json, read_lines
 from actshard._native import StoredArray
 from actshard.codes import Remark
-from actshard.containers import RefusedObject, TorchFile, read_torch
+from actshard.containers import RefusedObject, TorchFile, read_torch, refusal
 from actshard.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Name, Part, Pattern
@@ -71,6 +72,14 @@ class OpenedFile(ABC):
     def names(self, steps: Sequence[Name]) -> list[str]:
         """The keys or positions that can follow these steps, as strings."""
 
+    def holding(self, steps: Sequence[Name]) -> OpenedFile:
+        """The file with the value at keys and positions: this one, or one of its shards."""
+        return self
+
+    def is_of_bits(self, steps: Sequence[Name]) -> bool:
+        """Whether elements are bytes of a type that the file does not name."""
+        return False
+
     def array(self, value: Any) -> NDArray[Any]:
         """The elements of a value that :meth:`find` returned. A copy."""
         if isinstance(value, StoredArray):
@@ -91,14 +100,13 @@ class _TorchOpened(OpenedFile):
     def find(self, steps: Sequence[Name]) -> Any:
         value = self.file.find(steps)
         if isinstance(value, RefusedObject):
-            key_path = ".".join(map(str, steps))
-            raise UnsupportedError(f"{key_path or 'the saved object'}: unsupported: {value.name}", path=self.path)
+            raise refusal(value, ".".join(map(str, steps)) or "the saved object", self.path)
         return value
 
     def names(self, steps: Sequence[Name]) -> list[str]:
         value = self.file.find(steps)
         if isinstance(value, dict):
-            return [str(key) for key in value if type(key) in (int, str)]
+            return [str(key) for key in value if type(key) in (int, str, tuple)]
         return [str(n) for n in range(len(value))] if isinstance(value, list | tuple) else []
 
     def array(self, value: Any) -> NDArray[Any]:
@@ -119,7 +127,15 @@ class _ArraysOpened(OpenedFile):
             existing = ", ".join(repr(key) for key in list(self.arrays)[:12]) or "nothing"
             raise FormatError(f"expected an array named {name!r}, found {existing}", path=self.path)
         array, kind = self.arrays[name]
+        if kind == "small":
+            raise UnsupportedError(
+                f"{name}: elements of {array.dtype} are smaller than a byte, and are not read", path=self.path
+            )
         return self._text(array) if kind == "text" else array
+
+    def is_of_bits(self, steps: Sequence[Name]) -> bool:
+        _, kind = self.arrays.get(".".join(map(str, steps)), (None, ""))
+        return kind == "void"
 
     def _text(self, array: StoredArray) -> Any:
         """Decodes numpy strings: code points (U) or bytes (S), padded with zeros."""
@@ -163,8 +179,12 @@ def _raw(path: Location, part: Part) -> OpenedFile:
     return _ArraysOpened(path, {"": (array, "numbers")}, {})
 
 
+_FILTERS = {1: "deflate", 2: "shuffle", 3: "checksum"}
+"""Filters of HDF5 that are undone, by their numbers."""
+
+
 class _Hdf5Opened(OpenedFile):
-    """Contiguous datasets of an HDF5 file, found by h5py and read in place."""
+    """Datasets of an HDF5 file, found by h5py: contiguous ones are read in place, chunks are decoded."""
 
     def __init__(self, path: Location) -> None:
         super().__init__(path)
@@ -175,18 +195,16 @@ class _Hdf5Opened(OpenedFile):
         self.sets: dict[str, Any] = {}
         try:
             with h5py.File(path.local, "r") as file:
+                self._base = int(file.userblock_size)
                 file.visititems(self._note)
         except (OSError, RuntimeError, ValueError, KeyError) as error:
             raise FormatError(f"expected an HDF5 file: {error}", path=path) from error
+        _check_hdf5_end(path, self._base)
 
     def _note(self, name: str, value: Any) -> None:
         import h5py
 
         if not isinstance(value, h5py.Dataset):
-            return
-        offset = value.id.get_offset()
-        if value.chunks is not None or offset is None or value.external:
-            self.sets[name] = f"{name}: a chunked or empty dataset; only contiguous ones are read: h5repack -l CONTI"
             return
         try:
             swapped = value.dtype.byteorder == ">"
@@ -194,9 +212,44 @@ class _Hdf5Opened(OpenedFile):
         except ActshardError:
             self.sets[name] = f"{name}: unsupported dtype {value.dtype}"
             return
+        if value.chunks is not None and value.size:
+            self.sets[name] = self._chunked(name, value, dtype_name, swapped)
+            return
+        offset = value.id.get_offset()
+        if offset is None or value.external:
+            self.sets[name] = f"{name}: an empty or external dataset; write it again with its data"
+            return
         shape = list(value.shape)
         strides = list(itertools.accumulate([max(n, 1) for n in shape[:0:-1]], operator.mul, initial=1))[::-1]
         self.sets[name] = StoredArray(dtype_name, shape, strides if shape else [], offset, swapped)
+
+    def _chunked(self, name: str, value: Any, dtype_name: str, swapped: bool) -> StoredArray | str:
+        """A dataset in chunks, or why it is not read."""
+        properties = value.id.get_create_plist()
+        codes = [properties.get_filter(n)[0] for n in range(properties.get_nfilters())]
+        if unread := [code for code in codes if code not in _FILTERS]:
+            return f"{name}: chunks with the filter {unread[0]}; h5repack -f GZIP=1 FILE NEW_FILE writes chunks that are read"
+        chunks: list[tuple[Sequence[int], int, int, int]] = []
+
+        def add(info: Any) -> None:
+            chunks.append((tuple(info.chunk_offset), info.byte_offset, info.size, info.filter_mask))
+
+        value.id.chunk_iter(add)
+        if self._base and chunks:
+            # Versions of HDF5 differ in whether offsets of chunks count from the end of the user block.
+            first, at, size, _ = chunks[0]
+            _, content = value.id.read_direct_chunk(first)
+            shifts = (shift for shift in (0, self._base) if self.path.read(at + shift, size) == content)
+            shift = next(shifts, None)
+            if shift is None:
+                return f"{name}: chunks after a user block whose offsets HDF5 does not tell; h5repack FILE NEW_FILE removes it"
+            chunks = [(first, at + shift, size, mask) for first, at, size, mask in chunks]
+        expected = math.prod(-(-n // size) for n, size in zip(value.shape, value.chunks, strict=True))
+        if len(chunks) < expected and np.asarray(value.fillvalue).tobytes().strip(b"\0"):
+            return f"{name}: {expected - len(chunks)} of {expected} chunks were never written, and stand for {value.fillvalue}"
+        inside = [chunk for chunk in chunks if all(first < n for first, n in zip(chunk[0], value.shape, strict=True))]
+        names = [_FILTERS[code] for code in codes]
+        return StoredArray.chunked(dtype_name, list(value.shape), swapped, list(value.chunks), names, inside)
 
     def find(self, steps: Sequence[Name]) -> Any:
         name = "/".join(map(str, steps))
@@ -212,10 +265,59 @@ class _Hdf5Opened(OpenedFile):
         return [name[len(front) :].split("/")[0] for name in self.sets if name.startswith(front)]
 
 
+def _check_hdf5_end(path: Location, base: int) -> None:
+    """Raises FormatError if bytes follow the end that the superblock records."""
+    size = path.regular("read").size
+    head = path.read(base, min(96, size - base))
+    width = {0: 13, 1: 13, 2: 9, 3: 9}.get(head[8])
+    if width is None or head[width] != 8:
+        return
+    fields = {0: 24, 1: 28, 2: 12, 3: 12}[head[8]]
+    end = int.from_bytes(head[fields + 16 : fields + 24], "little")
+    if size > end and size != end + base:  # a user block that was put in front later does not change the recorded end
+        raise FormatError(f"expected the end of the file, found {size - end} more bytes", path=path, offset=end)
+
+
 def _native_name(dtype: np.dtype[Any]) -> str:
     from actshard._arguments import name_of
 
     return name_of(dtype)
+
+
+class Shards(OpenedFile):
+    """Files that together have the arrays of one, each array in one of them. Its path and metadata are those of the first."""
+
+    def __init__(self, files: Sequence[OpenedFile]) -> None:
+        super().__init__(files[0].path)
+        self.files = files
+        self.metadata = files[0].metadata
+
+    def holding(self, steps: Sequence[Name]) -> OpenedFile:
+        holders = list(self.files) if not steps else [file for file in self.files if _has(file, steps)]
+        if len(holders) > 1:
+            raise FormatError(
+                f"{'.'.join(map(str, steps)) or 'an array without a name'}: expected it in one of the files, found it in "
+                f"{holders[0].path.name} and {holders[1].path.name}",
+                path=self.path,
+            )
+        return holders[0] if holders else self.files[0]
+
+    def find(self, steps: Sequence[Name]) -> Any:
+        return self.holding(steps).find(steps)
+
+    def names(self, steps: Sequence[Name]) -> list[str]:
+        every: dict[str, None] = {}
+        for file in self.files:
+            with contextlib.suppress(FormatError):  # the keys of another file
+                every |= dict.fromkeys(file.names(steps))
+        return list(every)
+
+
+def _has(file: OpenedFile, steps: Sequence[Name]) -> bool:
+    try:
+        return str(steps[-1]) in file.names(steps[:-1])
+    except FormatError:
+        return False
 
 
 def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> list[OpenedFile]:
@@ -277,8 +379,8 @@ def matches(root: Location, pattern: Pattern, listing: Listing | None = None) ->
 def missing_files(
     root: Location, pattern: Pattern, files: Iterable[tuple[Mapping[str, Name], Location]]
 ) -> list[Remark]:
-    """A warning about gaps in the numbers of files, by their captures batch and example. Layers are no series."""
-    capture = next((name for name in ("example", "batch") if name in pattern.captures), None)
+    """A warning about gaps in the numbers of files, by batch and example, or of shards. Layers are no series."""
+    capture = next((name for name in ("example", "batch", "_") if name in pattern.captures), None)
     if capture is None or capture not in pattern.numbers:
         return []
     paths: dict[FileKey, Location] = {}

@@ -5,15 +5,19 @@ The proposal is a starting point: comments mark everything that the files do not
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from actshard._json import read_json
 from actshard._native import StoredArray
 from actshard.errors import ActshardError, FormatError
-from actshard.formats.layout_toml.description import Name, Part
+from actshard.formats.candidates import rank_of
+from actshard.formats.layout_toml import description, index
+from actshard.formats.layout_toml.description import Name, Part, Pattern
 from actshard.formats.layout_toml.files import OpenedFile, kind_of, open_files
 from actshard.location import Location
 
@@ -24,6 +28,11 @@ _MASKS = ("attention_mask", "mask")
 _LENGTHS = ("lengths", "length", "seq_lens", "num_tokens")
 _FLOATS = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2")
 _MOST_FILES = 100_000
+_MOST_TRIED = 4096
+"""Files up to which a draft is opened before it is proposed."""
+_SHOWN = 6
+_STATES = re.compile(r"(?:hidden_states?|residuals?|all_layers)[_.\-]?$", re.IGNORECASE)
+"""Words before the number of a layer in lists that models return."""
 _PART = Part("activations", None, None, (), (), None, None, 0, "C", False)
 
 
@@ -47,6 +56,8 @@ class _Group:
     pattern: str
     files: list[Location]
     bytes: int
+    sharded: bool = False
+    """Whether each array is in one of the files."""
 
 
 def _groups(root: Location) -> list[_Group]:
@@ -72,6 +83,10 @@ def _pattern(root: Location, group: _Group) -> tuple[str, list[str], list[str]]:
     captures: list[str] = []
     for n in varying:
         before = "".join(pieces[:n])
+        if group.sharded and "_" not in captures and re.match(r"-of-[0-9]", "".join(pieces[n + 1 :])):
+            captures.append("_")
+            pieces[n] = "{_:d}"
+            continue
         if _LAYER_WORDS.search(before) and "layer" not in captures:
             captures.append("layer")
         elif _BATCH_WORDS.search(before) and "batch" not in captures:
@@ -125,23 +140,110 @@ def _steps_text(steps: tuple[Name, ...]) -> str:
     return shown[0] if len(shown) == 1 and isinstance(steps[0], str) else "[" + ", ".join(shown) + "]"
 
 
-def _with_layer(steps: tuple[Name, ...], every: list[tuple[Name, ...]]) -> tuple[tuple[Name, ...], int]:
-    """The steps with a capture in place of the layer's number, and the number of layers."""
+@dataclass(frozen=True)
+class _Captured:
+    """The steps to an array, with captures in place of numbers.
+
+    Attributes:
+        counts: number of layers and of examples that the captures match.
+        first: the steps of the first example, up to the one with its capture.
+    """
+
+    steps: tuple[Name, ...]
+    counts: Mapping[str, int]
+    example_at: int | None
+    unsure: list[str]
+
+
+def _captured(
+    steps: tuple[Name, ...],
+    every: Mapping[tuple[Name, ...], StoredArray],
+    lists: Collection[int],
+    *,
+    may_be_examples: bool,
+) -> _Captured:
+    """Finds the layer and the example among the numbers of an array's keys and positions.
+
+    Args:
+        steps: the keys and positions of the array.
+        every: all arrays of the file that may be activations.
+        lists: lengths of other lists and arrays, such as labels.
+        may_be_examples: whether file names do not capture the example.
+    """
+    filled, counts, unsure = list(steps), {"layer": 1, "example": 1}, list[str]()
+    example_at = None
     for n, step in enumerate(steps):
+        text, position = "", 0
         for match in re.finditer(r"[0-9]+", str(step)):
             front, back = str(step)[: match.start()], str(step)[match.end() :]
             regex = re.compile(re.escape(front) + r"[0-9]+" + re.escape(back))
-            alike = {
-                str(s[n])
-                for s in every
-                if len(s) == len(steps)
-                and s[:n] == steps[:n]
-                and s[n + 1 :] == steps[n + 1 :]
-                and regex.fullmatch(str(s[n]))
-            }
-            if len(alike) > 1 or _LAYER_WORDS.search(front):
-                return (*steps[:n], f"{front}{{layer}}{back}", *steps[n + 1 :]), len(alike)
-    return steps, 1
+            alike = [
+                array
+                for other, array in every.items()
+                if len(other) == len(steps)
+                and other[:n] == steps[:n]
+                and other[n + 1 :] == steps[n + 1 :]
+                and regex.fullmatch(str(other[n]))
+            ]
+            before = front or (str(steps[n - 1]) + "_" if n else "")
+            is_of_layers = bool(_LAYER_WORDS.search(before) or _STATES.search(before))
+            if len(alike) < 2 and not is_of_layers:
+                continue
+            capture = "layer"
+            is_ragged = len({tuple(array.shape[:-1]) for array in alike}) > 1
+            if may_be_examples and not is_of_layers:
+                is_listed = len(alike) in lists or len(every[steps].shape) > 2
+                capture = "example" if is_ragged or is_listed else "layer"
+                if not is_ragged:
+                    unsure.append(
+                        f"the numbers in {_steps_text((*steps[:n], step))} are taken as the {capture}; the arrays are equally "
+                        f"long, so they may be {'layers' if capture == 'example' else 'examples'}"
+                    )
+            if f"{{{capture}}}" in text or any(f"{{{capture}}}" in str(other) for other in filled):
+                continue
+            text += str(step)[position : match.start()] + f"{{{capture}}}"
+            position = match.end()
+            counts[capture] = max(len(alike), 1)
+            if capture == "example":
+                example_at = n
+        if text:
+            filled[n] = text + str(step)[position:]
+    return _Captured(tuple(filled), counts, example_at, unsure)
+
+
+def _sharded(files: list[OpenedFile], names: list[str]) -> bool:
+    """Whether files that differ in a number have different arrays, as shards have."""
+    return (
+        len(files) > 1
+        and len({frozenset(steps for steps, _ in _all_arrays(file)) for file in files}) > 1
+        and any(re.search(r"[0-9]+-of-[0-9]+", name) for name in names)
+    )
+
+
+def _lists(value: Any) -> dict[tuple[Name, ...], int]:
+    """Lengths of the lists and one-dimensional arrays of a dict."""
+    if not isinstance(value, dict):
+        return {}
+    lengths: dict[tuple[Name, ...], int] = {}
+    for key, inner in value.items():
+        if isinstance(inner, StoredArray) and len(inner.shape) == 1:
+            lengths[key,] = inner.shape[0]
+        elif isinstance(inner, list | tuple) and inner and all(isinstance(entry, str | int | float) for entry in inner):
+            lengths[key,] = len(inner)
+    return {steps: n for steps, n in lengths.items() if isinstance(steps[0], str)}
+
+
+def _named_lists(file: OpenedFile) -> dict[tuple[Name, ...], int]:
+    """Lengths of the lists and one-dimensional arrays at the top of a file."""
+    torch = getattr(file, "file", None)
+    if torch is not None:
+        return _lists(torch.value)
+    arrays = getattr(file, "arrays", {})
+    return {
+        (name,): array.shape[0]
+        for name, (array, kind) in arrays.items()
+        if name and len(array.shape) == (2 if kind == "text" else 1)
+    }
 
 
 def guess(root: Location) -> Proposal:
@@ -155,15 +257,19 @@ def guess(root: Location) -> Proposal:
         kind = kind_of(group.files[0].name, _PART)
         if kind == "raw":
             continue
+        ends = list(dict.fromkeys([group.files[0], group.files[-1]]))
         try:
-            (file,) = open_files([group.files[0]], _PART)
-            arrays = _all_arrays(file)
+            files = open_files(ends, _PART)
+            arrays = _all_arrays(files[0])
         except ActshardError:
             continue
+        if _sharded(files, [path.name for path in ends]):
+            group.sharded = True
+            arrays += [entry for entry in _all_arrays(files[-1]) if entry[0] not in dict(arrays)]
         wide = [(steps, array) for steps, array in arrays if len(array.shape) >= 2 and array.dtype in _FLOATS]
         wide = wide or [(s, a) for s, a in arrays if len(a.shape) >= 2 and a.dtype in ("U16", "I16") and kind == "npy"]
         if wide:
-            return _proposed(root, group, groups, arrays, wide)
+            return _tried(root, _proposed(root, group, groups, files[0], arrays, wide))
     raw = next((group for group in groups if group.files[0].name.endswith((".bin", ".memmap", ".dat", ".raw"))), None)
     if raw is not None:
         return _propose_raw(root, raw)
@@ -215,11 +321,13 @@ def _proposed(
     root: Location,
     group: _Group,
     groups: list[_Group],
+    opened: OpenedFile,
     arrays: list[tuple[tuple[Name, ...], StoredArray]],
     wide: list[tuple[tuple[Name, ...], StoredArray]],
 ) -> Proposal:
     pattern, captures, unsure = _pattern(root, group)
     unsure += _unmatched(group, groups)
+    lists = _named_lists(opened)
 
     def elements(array: StoredArray) -> int:
         count = 1
@@ -227,15 +335,21 @@ def _proposed(
             count *= n
         return count
 
-    steps, array = max(wide, key=lambda entry: elements(entry[1]))
-    tensor, layers = _with_layer(steps, [s for s, _ in wide])
+    steps, array = max(wide, key=lambda entry: (rank_of(".".join(map(str, entry[0]))), elements(entry[1])))
+    alone = "example" not in captures and "batch" not in captures
+    chosen = _captured(steps, dict(wide), set(lists.values()), may_be_examples=alone)
+    tensor, layers = chosen.steps, chosen.counts["layer"]
+    unsure += chosen.unsure
+    unsure += _left_out(tensor, [entry for entry, _ in wide])
+    if chosen.example_at is not None:
+        captures = [*captures, "example"]
     names = {str(s[-1]): (s, a) for s, a in arrays if s}
     single = {g.pattern.rpartition("/")[2].partition(".")[0]: g for g in groups if g is not group and len(g.files) == 1}
     tokens = next((name for name in _TOKENS if name in names), None)
     mask = next((name for name in _MASKS if name in names), None)
     shape = list(array.shape)
     axes = _axes(shape, captures, layers > 1 or "layer" in captures, names[tokens][1].shape if tokens else None, unsure)
-    if "example" in captures and any("example" in axis.split("*") for axis in axes):
+    if chosen.example_at is None and "example" in captures and any("example" in axis.split("*") for axis in axes):
         pattern = pattern.replace("{example:d}", "{batch:d}")
     lines = ["version = 1", "[activations]", f'files = "{pattern}"']
     if tensor:
@@ -277,7 +391,80 @@ def _proposed(
             lines.append('axes = ["1", "token"]')
     elif file := next((single[name] for name in _TOKENS if name in single), None):
         lines += ["[tokens]", f'file = "{file.pattern}"']
+    if "row" not in axes:
+        examples = chosen.counts["example"] if chosen.example_at is not None else None
+        if "example" in axes:
+            examples = shape[axes.index("example")]
+        lines += _columns(root, opened, steps, chosen, lists, examples if not captures[: len(captures) - 1] else None)
     return _proposal(lines, unsure)
+
+
+def _left_out(tensor: tuple[Name, ...], every: list[tuple[Name, ...]]) -> list[str]:
+    """A remark about arrays of the file that the steps with captures do not match."""
+    patterns = [Pattern.of(str(step)) for step in tensor]
+    others = [
+        steps
+        for steps in every
+        if len(steps) != len(patterns)
+        or any(pattern.match(str(step)) is None for pattern, step in zip(patterns, steps, strict=True))
+    ]
+    if not others:
+        return []
+    rest = f" and {len(others) - _SHOWN} more" if len(others) > _SHOWN else ""
+    shown = ", ".join(_steps_text(steps) for steps in others[:_SHOWN])
+    return [
+        f"other arrays with two or more axes are left out: {shown}{rest}; put one of them in 'tensor' to read it instead"
+    ]
+
+
+def _columns(
+    root: Location,
+    file: OpenedFile,
+    steps: tuple[Name, ...],
+    chosen: _Captured,
+    lists: Mapping[tuple[Name, ...], int],
+    examples: int | None,
+) -> list[str]:
+    """Tables of columns: lists of the file and of JSON files that have a value for each example, and values next to its array."""
+    lines: list[str] = []
+    used = {*_TOKENS, *_MASKS, *_LENGTHS, *map(str, steps)}
+    for names, n in lists.items():
+        if n == examples and str(names[-1]) not in used:
+            lines += ["[[columns]]", f"tensor = {_steps_text(names)}"]
+    at = chosen.example_at
+    if at is not None and at + 1 < len(steps):
+        siblings = file.find(steps[: at + 1])
+        for key in siblings if isinstance(siblings, dict) else ():
+            if isinstance(key, str) and isinstance(siblings[key], str | int | float):
+                lines += ["[[columns]]", f"tensor = {_steps_text((*chosen.steps[: at + 1], key))}"]
+    if examples is None:
+        return lines
+    for number, (path, _) in enumerate(root.files()):
+        if number >= _MOST_FILES:
+            break
+        if not path.name.endswith(".json") or "/" in path.relative_to(root):
+            continue
+        with contextlib.suppress(ActshardError):
+            value = read_json(path)
+            for key in value if isinstance(value, dict) else ():
+                if isinstance(value[key], list) and len(value[key]) == examples and key not in used:
+                    pointer = key.replace("~", "~0").replace("/", "~1")
+                    lines += ["[[columns]]", f"file = {json.dumps(f'{path.name}:/{pointer}')}"]
+    return lines
+
+
+def _tried(root: Location, proposal: Proposal) -> Proposal:
+    """The proposal, with a remark if it does not open."""
+    try:
+        described = description.read(root, proposal.text)
+        units = index.units_of(root, described)
+        if sum(len(unit.files) for unit in units) > _MOST_TRIED:
+            return proposal
+        index.build(root, described, 1 << 30, units)
+    except ActshardError as error:
+        reason = f"this draft does not open yet: {error}"
+        return Proposal(f"# unsure: {reason}\n{proposal.text}", [reason, *proposal.unsure])
+    return proposal
 
 
 def _axes(

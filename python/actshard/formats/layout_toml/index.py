@@ -6,6 +6,8 @@ offset. Others (compressed, or not contiguous) are decoded by the core, once per
 
 from __future__ import annotations
 
+import collections
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,8 +19,17 @@ from actshard._arguments import stored
 from actshard._native import StoredArray
 from actshard.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.formats.kept import Listing
-from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
-from actshard.formats.layout_toml.files import OpenedFile, is_lines, lines_of, matches, missing, open_files, viewed
+from actshard.formats.layout_toml.description import CAPTURE, Description, Name, Part, Pattern
+from actshard.formats.layout_toml.files import (
+    OpenedFile,
+    Shards,
+    is_lines,
+    lines_of,
+    matches,
+    missing,
+    open_files,
+    viewed,
+)
 from actshard.formats.layout_toml.geometry import Axis, EvenNumbers, Geometry, Numbers, array_of, geometry, weighted
 from actshard.formats.layout_toml.scaling import Scaled, Scaler
 from actshard.location import Location
@@ -45,7 +56,11 @@ class Unit:
 
     captured: dict[str, Name]
     paths: dict[Name | None, Location]
-    """Files by layer; None if file names do not contain the layer."""
+    """Files by layer; None if file names do not contain the layer. The first shard, if there are several."""
+    shards: dict[Name | None, list[Location]] = field(default_factory=dict)
+    """The other shards."""
+    keys: dict[str, str] = field(default_factory=dict)
+    """Captures of keys in the file, as they stand there."""
     first: int = 0
     """Number of its first example."""
     count: int = 0
@@ -54,6 +69,15 @@ class Unit:
     def any(self) -> Location:
         """The file that contains lengths, tokens and columns."""
         return next(iter(self.paths.values()))
+
+    @property
+    def files(self) -> list[Location]:
+        """All files."""
+        return [path for layer, first in self.paths.items() for path in (first, *self.shards.get(layer, ()))]
+
+    def fill(self, steps: Sequence[Name]) -> list[Name]:
+        """Steps with the captured values in braces."""
+        return fill(steps, self.captured | self.keys)
 
 
 @dataclass
@@ -87,6 +111,8 @@ class RowIndex:
     selection: NDArray[np.int64] | None = None
     """Positions of the selected examples among the examples of all units; None: all."""
     opened: dict[Location, OpenedFile] = field(default_factory=dict)
+    wholes: list[Unit] | None = None
+    """If files have an array for each example: a unit for each file. ``units`` are then the examples."""
     even: tuple[tuple[int, int, int], ...] | None = None
 
 
@@ -114,10 +140,13 @@ def units_of(root: Location, description: Description, listing: Listing | None =
     units_by_key: dict[tuple[Name | None, Name | None], Unit] = {}  # in the order of the files
     for captured, path in files:
         layer = captured.pop("layer", None)
+        captured.pop("_", None)
         key = (captured.get("batch"), captured.get("example"))
-        if key not in units_by_key:
-            units_by_key[key] = Unit(captured, {})
-        units_by_key[key].paths[layer] = path
+        unit = units_by_key.setdefault(key, Unit(captured, {}))
+        if layer in unit.paths:
+            unit.shards.setdefault(layer, []).append(path)
+        else:
+            unit.paths[layer] = path
     units = list(units_by_key.values())
     layers = sorted({layer for unit in units for layer in unit.paths}, key=lambda n: (isinstance(n, str), n))
     for unit in units:
@@ -159,12 +188,13 @@ class Lengths:
             return self.whole
         if part.files is None:
             assert opened is not None
-            return opened.array(opened.find(fill(part.tensor, unit.captured)))
+            file = opened.holding(unit.fill(part.tensor))
+            return file.array(file.find(unit.fill(part.tensor)))
         path = paths_by_capture.get(key_of(unit.captured, part.files))
         if path is None:
             raise missing(unit.any, f"a file {part.files.text!r} with its lengths")
         (file,) = open_files([path], part)
-        return viewed(file, file.find(fill(part.tensor, unit.captured)), part)
+        return viewed(file, file.find(unit.fill(part.tensor)), part)
 
 
 def key_of(captured: Mapping[str, Name], pattern: Pattern) -> str:
@@ -179,14 +209,11 @@ def by_capture(root: Location, pattern: Pattern) -> dict[str, Location]:
 
 def fill(steps: Sequence[Name], captured: Mapping[str, Name]) -> list[Name]:
     """Steps with the captured values in braces."""
-    filled_steps: list[Name] = []
-    for step in steps:
-        filled = step
-        for name, value in captured.items():
-            if isinstance(filled, str):
-                filled = filled.replace(f"{{{name}}}", str(value))
-        filled_steps.append(filled)
-    return filled_steps
+
+    def value_of(match: re.Match[str]) -> str:
+        return str(captured.get(match[1], match[0]))
+
+    return [CAPTURE.sub(value_of, step) if isinstance(step, str) else step for step in steps]
 
 
 def read_part(root: Location, description: Description, part: Part) -> NDArray[Any]:
@@ -283,9 +310,16 @@ class Finder:
         self.root, self.description, self.limit = root, description, limit
         self.part = description.activations
         self.units = units
-        self.paths = [path for unit in self.units for path in unit.paths.values()]
+        self.paths = [path for unit in self.units for path in unit.files]
         self.place = {path: n for n, path in enumerate(self.paths)}
         self.opened = dict(zip(self.paths, open_files(self.paths, self.part, limit), strict=True))
+        for unit in self.units:
+            for layer, others in unit.shards.items():
+                first = unit.paths[layer]
+                self.opened[first] = Shards([self.opened[path] for path in (first, *others)])
+        self.wholes = None if self.part.step_of("example") is None else self.units
+        if self.wholes is not None:
+            self.units = [example for unit in self.wholes for example in self._examples(unit)]
         self.lengths = Lengths(root, description)
         self.row_files: dict[Any, int] = {}
         self.made_files: list[RowFile] = []
@@ -312,19 +346,31 @@ class Finder:
         index = next((n for n, step in enumerate(steps) if isinstance(step, str) and "{layer" in step), None)
         if index is None:
             return {0: steps}
-        text = str(steps[index])
-        is_text = "{layer:s}" in text
-        name = text.replace("{layer:s}", "{layer}").replace("{layer:d}", "{layer}")
-        pattern = Pattern(name, ("layer",), frozenset() if is_text else frozenset(("layer",)))
         keys_by_layer: dict[Name, list[Name]] = {}
-        for key in file.names(steps[:index]):
-            if (values := pattern.match(key)) is not None:
-                keys_by_layer[values["layer"]] = [*steps[:index], key, *steps[index + 1 :]]
-        if not keys_by_layer:
-            existing = ", ".join(file.names(steps[:index])[:12]) or "nothing"
-            raise FormatError(f"expected keys such as {text!r}, found {existing}", path=file.path)
+        for values, key in matching_keys(file, steps[:index], str(steps[index])):
+            keys_by_layer[values["layer"]] = [*steps[:index], key, *steps[index + 1 :]]
         order = sorted(keys_by_layer, key=lambda layer: (isinstance(layer, str), layer))
         return {layer: keys_by_layer[layer] for layer in order}
+
+    def _examples(self, unit: Unit) -> list[Unit]:
+        """A unit for each example of a file: numbers in their order, other names in that of the file."""
+        at = self.part.step_of("example")
+        assert at is not None
+        file = self.opened[unit.any]
+        layer = next(iter(unit.paths))
+        steps = fill(self.part.tensor[: at + 1], unit.captured if layer is None else unit.captured | {"layer": layer})
+        if any(isinstance(step, str) and "{layer" in step for step in steps[:at]):
+            steps = [*next(iter(self.keys(file, unit.captured, steps[:at]).values())), steps[at]]
+        text = str(steps[at])
+        units: dict[Name, Unit] = {}
+        for values, key in matching_keys(file, steps[:at], text):
+            start, end = Pattern.of(text).span(key, "example")
+            captured = unit.captured | {"example": values["example"]}
+            units.setdefault(
+                values["example"], Unit(captured, unit.paths, unit.shards, keys={"example": key[start:end]})
+            )
+        is_of_numbers = all(isinstance(name, int) for name in units)
+        return [units[name] for name in (sorted(units, key=int) if is_of_numbers else units)]
 
     def layers(self) -> tuple[Name, ...]:
         """Names of layers: captured, given, or counted along an axis."""
@@ -334,7 +380,7 @@ class Finder:
             return self._choose_layers(tuple(layer for layer in first.paths if layer is not None), layer_names)
         file = self.opened[first.any]
         if any(isinstance(step, str) and "{layer" in step for step in self.part.tensor):
-            return self._choose_layers(tuple(self.keys(file, first.captured)), layer_names)
+            return self._choose_layers(tuple(self.keys(file, first.captured | first.keys)), layer_names)
         names = [name for axis in self.part.axes for name in axis.split("*")]
         if "layer" not in names:
             if len(layer_names) > 1:
@@ -346,7 +392,7 @@ class Finder:
         if layer_names:
             return layer_names
         if "layer" in self.part.axes:
-            value = file.find(fill(self.part.tensor, first.captured))
+            value = file.find(first.fill(self.part.tensor))
             if isinstance(value, StoredArray) and len(value.shape) == len(self.part.axes):
                 return tuple(range(value.shape[self.part.axes.index("layer")]))
         raise FormatError("layers: expected the names along the axis with 'layer', found none", path=self.root)
@@ -369,6 +415,14 @@ class Finder:
             raise FormatError(
                 f"{key_path}: expected a tensor stored in the file, found {type(array).__name__}", path=file.path
             )
+        if self.part.dtype is None and file.is_of_bits(steps):
+            size = stored(array.dtype).itemsize
+            names = "bfloat16" if size == 2 else "float8_e4m3fn or float8_e5m2"
+            raise FormatError(
+                f"activations: expected 'dtype', such as {names}: the elements are {8 * size} bits of a type that the file does "
+                "not name, as numpy writes those of ml_dtypes",
+                path=file.path,
+            )
         if self.part.dtype is not None and array.dtype != self.part.dtype:
             if stored(array.dtype).itemsize != stored(self.part.dtype).itemsize:
                 raise FormatError(f"activations: expected {self.part.dtype}, found {array.dtype}", path=file.path)
@@ -381,7 +435,7 @@ class Finder:
         if part is None or self.scaler is None:
             return None
         scales_file = file
-        captured = unit.captured if None in unit.paths else unit.captured | {"layer": layer}
+        captured = unit.captured | unit.keys | ({} if None in unit.paths else {"layer": layer})
         if part.files is not None:
             path = self._scale_file(part.files, captured)
             if path is None:
@@ -436,7 +490,8 @@ class Finder:
             if path is None:
                 raise missing(unit.any, f"a file {part.files.text!r} of {part.table}")
             (file,) = open_files([path], part, self.limit)
-        return file, file.find(fill(part.tensor, unit.captured))
+        file = file.holding(unit.fill(part.tensor))
+        return file, file.find(unit.fill(part.tensor))
 
     def placed(
         self, file: OpenedFile, array: StoredArray, factors: Mapping[str, int], scaled: Scaled | None = None
@@ -469,7 +524,9 @@ class Finder:
                 raise UnsupportedError(f"axes {list(self.part.axes)}: expected 'dim' as the last axis", path=file.path)
             self.made_files.append(RowFile(self.place[file.path], step_of(axis), False, False, None, scaled))
             return array_geometry, len(self.made_files) - 1, array_geometry.first * item, along
-        is_decoded = (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None
+        is_decoded = (
+            (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None or array.is_chunked
+        )
         decoded = array if is_decoded else None
         first = array.offset
         if is_decoded:
@@ -532,25 +589,40 @@ class Finder:
             ids=ids,
             numbered=numbered,
             opened=self.opened,
+            wholes=self._count_wholes(),
             even=even,
         )
+
+    def _count_wholes(self) -> list[Unit] | None:
+        """Numbers the examples of files that have an array for each."""
+        if self.wholes is None:
+            return None
+        counts = collections.Counter(id(unit.paths) for unit in self.units)
+        first = 0
+        for whole in self.wholes:
+            whole.first, whole.count = first, counts[id(whole.paths)]
+            first += whole.count
+        return self.wholes
 
     def _arrays(self, unit: Unit, layers: tuple[Name, ...]) -> Iterator[tuple[OpenedFile, StoredArray, int | None]]:
         """For each layer: its file, its array, and its position along an axis of layers, if there is one."""
         if None not in unit.paths:
             for layer in layers:
-                file = self.opened[unit.paths[layer]]
-                yield file, self.array(file, fill(self.part.tensor, unit.captured | {"layer": layer})), None
+                steps = fill(self.part.tensor, unit.captured | unit.keys | {"layer": layer})
+                file = self.opened[unit.paths[layer]].holding(steps)
+                yield file, self.array(file, steps), None
             return
         file = self.opened[unit.any]
         if any(isinstance(step, str) and "{layer" in step for step in self.part.tensor):
-            keys = self.keys(file, unit.captured)
+            keys = self.keys(file, unit.captured | unit.keys)
             for layer in layers:
                 if layer not in keys:
                     raise FormatError(f"expected layer {layer!r} as in other files, found {list(keys)}", path=file.path)
-                yield file, self.array(file, keys[layer]), None
+                holder = file.holding(keys[layer])
+                yield holder, self.array(holder, keys[layer]), None
             return
-        array = self.array(file, fill(self.part.tensor, unit.captured))
+        file = file.holding(unit.fill(self.part.tensor))
+        array = self.array(file, unit.fill(self.part.tensor))
         has_axis = any("layer" in axis.split("*") for axis in self.part.axes)
         for position in range(len(layers)):
             yield file, array, position if has_axis else None
@@ -679,6 +751,19 @@ class Finder:
         if bounds[-1] > rows or (part.kind != "starts" and bounds[-1] != rows):
             raise FormatError(f"lengths: expected {rows} rows, found {bounds[-1]}", path=path)
         return bounds[:-1], np.diff(bounds)
+
+
+def matching_keys(file: OpenedFile, steps: Sequence[Name], text: str) -> Iterator[tuple[dict[str, Name], str]]:
+    """Keys after ``steps`` that match a key with captures, and the captured values. Raises FormatError if there are none."""
+    pattern = Pattern.of(text)
+    matches_none = True
+    for key in file.names(steps):
+        if (values := pattern.match(key)) is not None:
+            matches_none = False
+            yield values, key
+    if matches_none:
+        existing = ", ".join(file.names(steps)[:12]) or "nothing"
+        raise FormatError(f"expected keys such as {text!r}, found {existing}", path=file.path)
 
 
 def line_number(line: Mapping[str, Any], part: Part, root: Location) -> int:

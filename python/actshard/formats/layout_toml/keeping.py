@@ -26,11 +26,16 @@ _MOST = 1 << 40
 
 def index_of(root: Location, described: Description, limit: int, keep: bool) -> RowIndex:
     """The rows of a described folder, from its cached index if there is one."""
-    if not keep or not root.is_local or described.scales is not None:
+    if (
+        not keep
+        or not root.is_local
+        or described.scales is not None
+        or described.activations.step_of("example") is not None
+    ):
         return build(root, described, limit)
     listing = Listing(root)
     units = units_of(root, described, listing)
-    if sum(len(unit.paths) for unit in units) < LEAST_FILES:
+    if sum(len(unit.files) for unit in units) < LEAST_FILES:
         return build(root, described, limit, units)
     _list_part_files(root, described, listing)
     kept_index = KeptIndex(
@@ -85,7 +90,7 @@ def restored(units: list[Unit], header: dict[str, Any], arrays: list[NDArray[Any
     if tuple(array.dtype.newbyteorder("<").str for array in arrays) != _TYPES:
         return None
     counts, paths, steps, swapped, numbers, starts, tokens, skipped, selection, has_kept = arrays
-    places = [path for unit in units for path in unit.paths.values()]
+    places = [path for unit in units for path in unit.files]
     sound = (
         isinstance(layers, list)
         and 0 < len(layers) == len({(type(layer), layer) for layer in layers if type(layer) in (int, str)})

@@ -87,5 +87,9 @@ def remarks(path: Location, described: Description, index: RowIndex) -> list[Rem
     pattern = described.activations.files
     if pattern is None or any(column.commit for column in described.columns):
         return list(described.remarks)
+    if "_" in pattern.captures:
+        names = ((pattern.match(file.relative_to(path)), file) for unit in index.units for file in unit.files)
+        shards = [(captured, file) for captured, file in names if captured is not None]
+        return [*described.remarks, *missing_files(path, pattern, shards)]
     files = ((unit.captured, unit.any) for unit in index.units)
     return [*described.remarks, *missing_files(path, pattern, files)]

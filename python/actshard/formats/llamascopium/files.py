@@ -198,7 +198,7 @@ def parsed(paths: Sequence[Location], limit: int) -> list[Chunk]:
     plain = [path for path in paths if not path.name.endswith(".pt")]
     chunks: dict[Location, Chunk] = {}
     for path, (arrays, _) in zip(plain, _native.read_arrays(plain, "safetensors") if plain else [], strict=True):
-        chunks[path] = Chunk(path, {name: array for name, array, _ in arrays}, None)
+        chunks[path] = Chunk(path, {name: array for name, array, kind in arrays if kind == "numbers"}, None)
     for file in read_torch(torch, limit) if torch else []:
         value = file.value
         if not isinstance(value, dict) or file.is_gzipped:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 LOOKED_FOR = "parquet files with a column of vectors, or of lists of floats named as activations"
 _MOST_SIDECAR = 16 << 20
+_SHOWN = 8
 _RUNNER = "cache_activations_runner_cfg.json"
 
 
@@ -61,7 +62,8 @@ def detect(path: Location) -> Evidence:
     if likely:
         return Evidence(True, LOOKED_FOR, f"column {likely[0].name} in {first.name}")
     if not columns:
-        return Evidence(False, LOOKED_FOR, f"{first.name} without such a column", near=True)
+        names = ParquetFile(first).schema.names[:_SHOWN]
+        return Evidence(False, LOOKED_FOR, f"{first.name} without such a column, with {', '.join(names)}", near=True)
     if sidecar(first).exists() or (path.kind() == "folder" and (path / _RUNNER).exists()):
         return Evidence(
             True, LOOKED_FOR, f"column {columns[0].name} in {first.name}, with a description of activations"

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._json import read_json
-from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError, UnfinishedError
+from actshard.errors import ArgumentError, FormatError, NotStoredError, UnfinishedError
 from actshard.formats.saev.read import ITEMSIZE, LENGTHS, hashes
-from actshard.formats.target import PATCH_LABELS, AllExamples, Block, Spec, Target, array_of, flag, positive
+from actshard.formats.target import PATCH_LABELS, AllExamples, Block, Spec, Target, array_of, flag, only, positive
 from actshard.work import FOLDER, first_difference, rename, sync_folders, write_bytes, write_json
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ class SaevTarget(Target):
         return hashes({"asked": json.dumps(config, sort_keys=True, default=str)})[0]
 
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
-        if dtype != np.float32:
-            raise DtypeError(f"saev supports float32, not {dtype}; pass dtype='float32' to create() to convert")
+        only(dtype, ("F32",), "saev", "")
 
     def take_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         if self.spec.dtype is None:

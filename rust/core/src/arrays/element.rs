@@ -152,6 +152,21 @@ fn float_bytes(n: f64, dtype: DType, mut put: impl FnMut(&[u8]) -> Option<()>) -
         DType::F32 => put(&(n as f32).to_le_bytes()),
         DType::F16 => put(&half::f16::from_f64(n).to_le_bytes()),
         DType::BF16 => put(&half::bf16::from_f64(n).to_le_bytes()),
+        _ => put(&[float8(n, dtype)?]),
+    }
+}
+
+/// Zero, NaN or an infinity as a float8; other fill values are written as hexadecimal digits.
+fn float8(n: f64, dtype: DType) -> Option<u8> {
+    match dtype {
+        DType::F8E8M0 => n.is_nan().then_some(0xff),
+        DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz if n == 0.0 && n.is_sign_positive() => {
+            Some(0)
+        }
+        DType::F8E4M3 => n.is_nan().then_some(0x7f),
+        DType::F8E4M3Fnuz | DType::F8E5M2Fnuz => n.is_nan().then_some(0x80),
+        DType::F8E5M2 if n.is_infinite() => Some(if n > 0.0 { 0x7c } else { 0xfc }),
+        DType::F8E5M2 => n.is_nan().then_some(0x7e),
         _ => None,
     }
 }
@@ -167,10 +182,4 @@ fn bits(text: &str, size: usize, lenient: bool) -> Option<Vec<u8>> {
     let bytes = u64::from_str_radix(digits, 16).ok().filter(|_| whole || lenient)?.to_le_bytes();
     let (bytes, beyond) = bytes.split_at_checked(size)?;
     beyond.iter().all(|b| *b == 0).then(|| bytes.to_vec())
-}
-
-/// The element type with this Zarr name.
-pub(super) fn dtype_named(name: &str) -> Option<DType> {
-    let mut known = DType::ALL.iter().copied().filter(|d| d.size().is_some() && !name.starts_with("float8"));
-    known.find(|d| d.numpy_name() == Some(name))
 }

@@ -8,11 +8,11 @@
 
 use serde_json::Value;
 
-use super::element::{ElementType, Fill, dtype_named};
+use super::element::{ElementType, Fill};
 use super::fields::{Fields, Limits, parse};
 use super::index::{IndexForm, Numbers};
 use super::naming::Naming;
-use crate::dtype::DType;
+use crate::dtype::Spelling;
 use crate::error::Result;
 
 /// Depth to which the names of nested codecs are listed.
@@ -118,9 +118,12 @@ impl ArrayMeta {
         let naming = v3_naming(root, limits)?;
         let element = match root.get("data_type").and_then(Value::as_str) {
             Some("string" | "bytes" | "variable_length_bytes" | "variable_length_utf8") => ElementType::Strings,
-            name => match name.and_then(dtype_named) {
-                Some(dtype) => ElementType::Number(dtype),
-                None => return Err(root.unsupported("data_type", "not read:")),
+            name => match name.map_or(Spelling::Unknown, Spelling::of_name) {
+                Spelling::Type(dtype) => ElementType::Number(dtype),
+                Spelling::Unsupported(what) => {
+                    return Err(root.unsupported("data_type", &format!("{what} are not read, found")));
+                }
+                Spelling::Bits(_) | Spelling::Unknown => return Err(root.unsupported("data_type", "not read:")),
             },
         };
         let list = root.get("codecs").and_then(Value::as_array).map_or(&[][..], Vec::as_slice);
@@ -187,32 +190,38 @@ fn v2_element(root: &Fields<'_>) -> Result<(ElementType, bool)> {
     };
     match code {
         "|O" => return Ok((ElementType::Strings, false)),
-        "bfloat16" => return Ok((ElementType::Number(DType::BF16), false)),
         _ => {}
+    }
+    let (spelling, swapped) = Spelling::of_code(code);
+    match spelling {
+        Spelling::Type(dtype) => return Ok((ElementType::Number(dtype), swapped)),
+        Spelling::Bits(_) => {
+            let text = "bytes of an unknown type are not read (write the name of the type: \"bfloat16\", \"float8_e4m3fn\"), found";
+            return Err(root.unsupported("dtype", text));
+        }
+        Spelling::Unsupported(_) | Spelling::Unknown => {}
     }
     let mut letters = code.chars();
     let (order, kind, digits) = (letters.next(), letters.next(), letters.as_str());
     let n = Some(digits).filter(|d| (1..=6).contains(&d.len()) && d.bytes().all(|c| c.is_ascii_digit()));
-    let n: u32 = n.and_then(|digits| digits.parse().ok()).ok_or_else(wrong)?;
-    if !matches!(order, Some('<' | '>' | '|' | '=')) {
-        return Err(wrong());
-    }
+    let n: Option<u32> = n.and_then(|digits| digits.parse().ok());
     let element = match (kind, n) {
-        (Some('b'), 1) => Some(ElementType::Number(DType::Bool)),
-        (Some('S'), _) => Some(ElementType::Text('S', n)),
-        (Some('U'), _) => Some(ElementType::Text('U', n)),
-        (Some('f'), 16) => Some(ElementType::Wide("f16")),
-        (Some('c'), 16) => Some(ElementType::Wide("c16")),
-        (Some('c'), 32) => Some(ElementType::Wide("c32")),
-        (Some('i'), _) => dtype_named(&format!("int{}", 8 * n)).map(ElementType::Number),
-        (Some('u'), _) => dtype_named(&format!("uint{}", 8 * n)).map(ElementType::Number),
-        (Some('f'), _) => dtype_named(&format!("float{}", 8 * n)).map(ElementType::Number),
-        (Some('c'), _) => dtype_named(&format!("complex{}", 8 * n)).map(ElementType::Number),
+        _ if !matches!(order, Some('<' | '>' | '|' | '=')) => None,
+        (Some('S'), Some(n)) => Some(ElementType::Text('S', n)),
+        (Some('U'), Some(n)) => Some(ElementType::Text('U', n)),
+        (Some('f'), Some(16)) => Some(ElementType::Wide("f16")),
+        (Some('c'), Some(16)) => Some(ElementType::Wide("c16")),
+        (Some('c'), Some(32)) => Some(ElementType::Wide("c32")),
         _ => None,
     };
-    let element = element.ok_or_else(wrong)?;
-    let of_bytes = matches!(element, ElementType::Text('S', _)) || element.size() == Some(1);
-    Ok((element, order == Some('>') && !of_bytes))
+    match (element, spelling) {
+        (Some(element), _) => {
+            let of_bytes = matches!(element, ElementType::Text('S', _));
+            Ok((element, order == Some('>') && !of_bytes))
+        }
+        (None, Spelling::Unsupported(what)) => Err(root.unsupported("dtype", &format!("{what} are not read, found"))),
+        (None, _) => Err(wrong()),
+    }
 }
 
 fn v3_naming(root: &Fields<'_>, limits: &Limits) -> Result<Naming> {

@@ -73,7 +73,11 @@ impl ScaledArray {
             return refuse(Kind::Unsupported, format!("scales: expected F32, found {}", scales.dtype.name()));
         }
         for array in [codes, scales] {
-            if array.swapped || array.inside.is_some() || array.strides != ArrayPlace::dense(&array.shape) {
+            if array.swapped
+                || array.inside.is_some()
+                || array.chunks.is_some()
+                || array.strides != ArrayPlace::dense(&array.shape)
+            {
                 return refuse(
                     Kind::Unsupported,
                     "expected scaled elements that are contiguous in their file, found another layout".into(),
@@ -453,7 +457,7 @@ mod tests {
 
     fn place(dtype: DType, shape: &[u64], at: u64) -> ArrayPlace {
         let (shape, strides) = (shape.to_vec(), ArrayPlace::dense(shape));
-        ArrayPlace { dtype, swapped: false, shape, strides, at, inside: None }
+        ArrayPlace { dtype, swapped: false, shape, strides, at, inside: None, chunks: None }
     }
 
     #[test]

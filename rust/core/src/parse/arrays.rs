@@ -2,6 +2,9 @@
 //!
 //! Only arrays of metadata (token ids, masks, lengths) are read this way. Activations are read as rows.
 
+use std::sync::Arc;
+
+use super::array_chunks::ChunkList;
 use crate::codec::inflate::DeflatedRange;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
@@ -50,6 +53,8 @@ pub struct ArrayPlace {
     pub at: u64,
     /// The deflated bytes that contain the array.
     pub inside: Option<Region>,
+    /// The chunks of an array whose elements are not in one range. Its strides are those of C order.
+    pub chunks: Option<Arc<ChunkList>>,
 }
 
 impl ArrayPlace {
@@ -102,6 +107,9 @@ impl Region {
 
 /// An array's elements in C order and native byte order.
 pub fn read(source: &dyn Source, place: &ArrayPlace, context: &mut Context<'_>) -> Result<Vec<u8>> {
+    if let Some(chunks) = &place.chunks {
+        return chunks.read(source, place, context);
+    }
     let (item, count, extent) = (place.item(), place.count(), place.extent());
     let most = source.size().saturating_mul(64).max(ALWAYS).max(place.inside.map_or(0, |region| region.size));
     let (Some(bytes), Some(extent)) = (count.and_then(|n| n.checked_mul(item)), extent) else {
@@ -253,7 +261,7 @@ impl Reordering<'_> {
 }
 
 /// The next index in C order; false after the last.
-fn advance(index: &mut [u64], lens: impl DoubleEndedIterator<Item = u64> + ExactSizeIterator) -> bool {
+pub(super) fn advance(index: &mut [u64], lens: impl DoubleEndedIterator<Item = u64> + ExactSizeIterator) -> bool {
     for (i, n) in index.iter_mut().zip(lens).rev() {
         *i += 1;
         if *i < n {
@@ -346,7 +354,7 @@ mod tests {
                 strides = ArrayPlace::dense(&reversed).into_iter().rev().collect();
             }
             let dtype = if wide { DType::F32 } else { DType::F16 };
-            let place = ArrayPlace { dtype, swapped, shape, strides, at, inside: None };
+            let place = ArrayPlace { dtype, swapped, shape, strides, at, inside: None, chunks: None };
             let len = at + place.extent().unwrap();
             let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8).collect();
             let source = Held::new(Location::object("test", "a"), bytes.clone().into());
@@ -366,8 +374,15 @@ mod tests {
         let (shape, strides) = (vec![3, 5], vec![1, 3]);
         let source = Held::new(Location::object("test", "a"), vec![0; 60].into());
         for strides in [strides, vec![5, 1]] {
-            let place =
-                ArrayPlace { dtype: DType::F32, swapped: false, shape: shape.clone(), strides, at: 0, inside: None };
+            let place = ArrayPlace {
+                dtype: DType::F32,
+                swapped: false,
+                shape: shape.clone(),
+                strides,
+                at: 0,
+                inside: None,
+                chunks: None,
+            };
             assert_eq!(
                 read(&source, &place, &mut Context::of_caller(&mut || true)).unwrap_err().kind,
                 Kind::Interrupted

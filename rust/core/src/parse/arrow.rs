@@ -14,6 +14,7 @@ use crate::error::{Error, Kind, Result};
 use crate::layout::row::{FindRows, FoundRows, Row};
 use crate::memory;
 use crate::number::to_usize;
+use crate::parse::end;
 use crate::parse::flatbuffer::{FlatTable, FlatVector};
 use crate::source::Source;
 use crate::threads::{Context, Stop};
@@ -98,6 +99,9 @@ pub struct ArrowStream {
     pub ended: bool,
 }
 
+/// Bytes of the end marker.
+const MARKER: u64 = 8;
+
 enum Message {
     Schema(ArrowSchema),
     Batch(ArrowBatch),
@@ -154,7 +158,11 @@ fn walk(read: HeaderRead<'_>, size: u64) -> Result<ArrowStream> {
         at = end;
     }
     let schema = schema.ok_or_else(|| refuse("expected the schema of an Arrow stream, found nothing").byte(0))?;
-    Ok(ArrowStream { schema, batches, ended: at < size })
+    let ended = at < size;
+    if ended {
+        end::check(at + MARKER, size, "the stream", ": several streams in one file are unsupported")?;
+    }
+    Ok(ArrowStream { schema, batches, ended })
 }
 
 /// The metadata of the message at `at`, and the offset of its body; `None` at the end of the stream.

@@ -3,8 +3,10 @@
 // A number of a file is converted with a check; tests may not care.
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_possible_wrap))]
 
+pub mod array_chunks;
 pub mod arrays;
 pub mod arrow;
+pub mod end;
 pub mod flatbuffer;
 pub mod npy;
 pub mod parquet;

@@ -9,15 +9,17 @@
 //! ```
 //!
 //! The header is parsed as the few literals that numpy writes, never evaluated. Elements of type `V1` and `V2`, which
-//! numpy writes for the types of ml_dtypes, are bytes and 16-bit integers here: only the reader knows their type.
+//! numpy writes for the types of ml_dtypes, are bytes and 16-bit integers here: only the reader knows their type. A name such as
+//! `bfloat16` needs no reader that knows.
 //! Strings (`U`, `S`) get one more axis, of code points or bytes. Object and structured dtypes are refused.
 //!
 //! Source: numpy/lib/_format_impl.py of numpy 2.4.
 
 use super::arrays::{ArrayPlace, Region};
+use super::end;
 use super::zip::{Archive, ZipRecord, shown};
 use crate::codec::inflate;
-use crate::dtype::DType;
+use crate::dtype::{DType, Spelling};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::number::to_usize;
@@ -237,55 +239,38 @@ impl<'a> Literal<'a> {
     }
 }
 
-/// The element type of a dtype's text, the meaning of elements, and, for text, the number of code points or bytes.
-fn element(descr: &str) -> Option<(DType, NpyElements, u64)> {
-    let numbers = |dtype| Some((dtype, NpyElements::Numbers, 1));
-    match descr {
-        "f2" => numbers(DType::F16),
-        "f4" => numbers(DType::F32),
-        "f8" => numbers(DType::F64),
-        "b1" => numbers(DType::Bool),
-        "i1" => numbers(DType::I8),
-        "i2" => numbers(DType::I16),
-        "i4" => numbers(DType::I32),
-        "i8" => numbers(DType::I64),
-        "u1" => numbers(DType::U8),
-        "u2" => numbers(DType::U16),
-        "u4" => numbers(DType::U32),
-        "u8" => numbers(DType::U64),
-        "c8" => numbers(DType::C64),
-        "V1" => Some((DType::U8, NpyElements::Void, 1)),
-        "V2" => Some((DType::U16, NpyElements::Void, 1)),
-        _ => {
-            let dtype = match descr.get(..1)? {
-                "U" => DType::U32,
-                "S" => DType::U8,
-                _ => return None,
-            };
-            Some((dtype, NpyElements::Text, descr[1..].parse().ok().filter(|n| *n <= 1 << 24)?))
-        }
-    }
+/// The number of code points (`U`) or bytes (`S`) of a text, and the type of each; `None` for other elements.
+fn text(descr: &str) -> Option<(DType, u64)> {
+    let bare = descr.trim_start_matches(['<', '>', '=', '|']);
+    let dtype = match bare.get(..1)? {
+        "U" => DType::U32,
+        "S" => DType::U8,
+        _ => return None,
+    };
+    Some((dtype, bare[1..].parse().ok().filter(|n| *n <= 1 << 24)?))
 }
 
 impl NpyHeader {
     /// The array in a file of `size` bytes.
     fn array(self, size: u64) -> Result<NpyArray> {
-        let (swapped, bare) = match self.descr.as_bytes() {
-            [b'>', ..] => (true, &self.descr[1..]),
-            [b'<' | b'=' | b'|', ..] => (false, &self.descr[1..]),
-            _ => (false, &self.descr[..]),
-        };
-        let Some((dtype, elements, text)) = element(bare) else {
-            let what = match bare {
-                "O" => "Python objects, which are pickled",
-                "[...]" => "records of a structured dtype",
-                _ => "another dtype",
-            };
-            let shown: String = self.descr.chars().take(40).collect();
-            return Err(Error::new(
-                Kind::Unsupported,
-                format!("expected elements of numbers or text, found {what} ('{shown}')"),
-            ));
+        let (dtype, elements, text, swapped) = match (text(&self.descr), Spelling::of_code(&self.descr)) {
+            (Some((dtype, text)), _) => {
+                (dtype, NpyElements::Text, text, self.descr.starts_with('>') && dtype == DType::U32)
+            }
+            (None, (Spelling::Type(dtype), swapped)) => (dtype, NpyElements::Numbers, 1, swapped),
+            (None, (Spelling::Bits(dtype), swapped)) => (dtype, NpyElements::Void, 1, swapped),
+            (None, (other, _)) => {
+                let what = match other {
+                    Spelling::Unsupported(what) => what,
+                    _ if self.descr == "[...]" => "records of a structured dtype",
+                    _ => "another dtype",
+                };
+                let shown: String = self.descr.chars().take(40).collect();
+                return Err(Error::new(
+                    Kind::Unsupported,
+                    format!("expected elements of numbers or text, found {what} ('{shown}')"),
+                ));
+            }
         };
         let mut strides = if self.fortran {
             let reversed: Vec<u64> = self.shape.iter().rev().copied().collect();
@@ -299,11 +284,13 @@ impl NpyHeader {
             shape.push(text);
             strides.push(1);
         }
-        let place =
-            ArrayPlace { dtype, swapped: swapped && dtype.bits() > 8, shape, strides, at: self.len, inside: None };
+        let place = ArrayPlace { dtype, swapped, shape, strides, at: self.len, inside: None, chunks: None };
         let bytes = place.count().and_then(|n| n.checked_mul(place.item()));
         match bytes.and_then(|bytes| bytes.checked_add(self.len)) {
-            Some(end) if end <= size => Ok(NpyArray { place, elements }),
+            Some(end) if end <= size => {
+                end::check(end, size, "the array", ": several arrays in one file are unsupported")?;
+                Ok(NpyArray { place, elements })
+            }
             Some(end) => Err(Error::new(
                 Kind::Truncated,
                 format!("an array of shape {:?}: expected {end} bytes, found {size}", place.shape),
@@ -361,13 +348,14 @@ mod tests {
             ("{'descr': '<f4', 'fortran_order': False, 'shape': (-1,)}", "another literal"),
             ("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", "Python objects"),
             ("{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (1,)}", "structured"),
-            ("{'descr': '<M8[ns]', 'fortran_order': False, 'shape': (1,)}", "another dtype"),
+            ("{'descr': '<M8[ns]', 'fortran_order': False, 'shape': (1,)}", "times"),
             ("{'descr': f(), 'fortran_order': False, 'shape': (1,)}", "another literal"),
             ("{'descr': '<f4', 'fortran_order': 1, 'shape': (1,)}", "another literal"),
             ("{'descr': '<f4', 'shape': (1,)}", "another literal"),
             ("{'descr': '<f4', 'fortran_order': False, 'shape': (1,)} + 1", "another literal"),
             ("{'descr': '<f4', 'descr': '<f8', 'fortran_order': False, 'shape': (1,)}", "another literal"),
             ("", "another literal"),
+            ("{'descr': '<i2', 'fortran_order': False, 'shape': (1,)}", "the end of the array, found 2 more bytes"),
         ];
         for (header, expected) in cases {
             let found = read(&file(header, &[0; 4]), &Stop::new()).unwrap_err().to_string();

@@ -1,11 +1,12 @@
 //! A pickle interpreter for the opcodes of protocols 0 to 5 that plain data and numpy arrays use, and no others.
 //!
 //! A standard unpickler imports and calls any name in the file. Lists of allowed module *prefixes* do not help: numpy's own
-//! modules reach everything, and from protocol 4 a name may be a dotted path. Here a global must equal one of the eleven
+//! modules reach everything, and from protocol 4 a name may be a dotted path. Here a global must equal one of the
 //! (module, name) pairs in `global`; it is never imported, and only decides which opcodes may follow. Memory is counted
 //! before it is allocated, and limited to a fixed amount plus four times the input.
 //!
-//! Files of torch need more names ([`Dialect::Torch`]): `torch` lists them, again as whole pairs.
+//! Files of torch need more names ([`Dialect::Torch`]): `torch` lists them, again as whole pairs. What any other name builds is
+//! one [`Node::Refused`], so that the tensors next to it stay readable.
 //!
 //! This file has the stack and the opcodes; `arrays` the permitted calls, `text` the text forms of old protocols.
 
@@ -20,14 +21,20 @@ use std::ops::Range;
 
 use self::names::TorchName;
 use self::utf8::is_python_utf8;
-use super::{Blob, Id, Node, SavedStorage, Tree};
+use super::{Blob, Id, Node, Refusal, SavedStorage, Tree};
+use crate::dtype::{DType, Spelling};
 use crate::error::{Error, Kind, Result};
 use crate::number::to_usize;
+use crate::parse::end;
 
 /// Memory for values in addition to the input: this, plus four times the input.
 const MEMORY: usize = 24 << 20;
 /// Limit on the digits and bytes of an integer; counts and labels are far smaller.
 const MAX_INT_BYTES: usize = 1024;
+/// Limit on the name of a refused object.
+const MAX_NAME: usize = 200;
+/// Limit on the members of a tuple that is a key of a dict.
+const MAX_KEY_ITEMS: usize = 8;
 
 /// The content that a pickle may have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,6 +62,14 @@ enum Global {
     Scalar,
     /// `bytes`, which protocols 0 to 2 call without arguments for empty bytes.
     EmptyBytes,
+    /// `collections.OrderedDict` and `Counter`.
+    Dict,
+    /// `collections.defaultdict`, read as a dict: its factory is never called.
+    DefaultDict,
+    /// A type of ml_dtypes, only as the argument of `numpy.dtype`.
+    Element(DType),
+    /// A class of plain values, only as the factory of a defaultdict.
+    Factory,
     /// A name of torch's files.
     Torch(TorchName),
 }
@@ -68,6 +83,14 @@ fn global(module: &[u8], name: &[u8]) -> Option<Global> {
         (b"numpy", b"ndarray") => Global::NdArray,
         (b"_codecs", b"encode") => Global::Encode,
         (b"builtins" | b"__builtin__", b"bytes") => Global::EmptyBytes,
+        (b"ml_dtypes", name) => {
+            Global::Element(std::str::from_utf8(name).ok().and_then(|name| Spelling::of_name(name).dtype())?)
+        }
+        (b"collections", b"OrderedDict" | b"Counter") => Global::Dict,
+        (b"collections", b"defaultdict") => Global::DefaultDict,
+        (b"builtins" | b"__builtin__", b"list" | b"dict" | b"tuple" | b"int" | b"float" | b"str" | b"bool") => {
+            Global::Factory
+        }
         _ => return None,
     })
 }
@@ -119,13 +142,8 @@ pub fn least(front: &[u8]) -> Result<u64> {
 /// Parses a pickle, which ends where `input` ends: Python ignores further objects that were dumped into one file.
 pub fn parse(input: &[u8]) -> Result<Tree> {
     let (tree, size) = parse_as(input, Dialect::Plain)?;
-    if size < input.len() {
-        let detail = format!(
-            "expected the end of the pickle, found {} more bytes: dump all samples as one object, a file contains one",
-            input.len() - size
-        );
-        return Err(Error::new(Kind::Format, detail).byte(size as u64));
-    }
+    let advice = ": dump all samples as one object, a file contains one";
+    end::check(size as u64, input.len() as u64, "the pickle", advice)?;
     Ok(tree)
 }
 
@@ -134,12 +152,17 @@ pub fn parse_as(input: &[u8], dialect: Dialect) -> Result<(Tree, usize)> {
     let mut machine = Machine::new(input, dialect);
     let root = machine.run()?;
     let size = machine.pos;
+    // A class that torch's files know may be a value, too: `{"kind": torch.Tensor}`.
+    let unfinished = match dialect {
+        Dialect::Plain => Node::Unfinished,
+        Dialect::Torch => machine.refused("a class, a function or an array without contents", None)?,
+    };
     let nodes = machine
         .cells
         .into_iter()
         .map(|cell| match cell {
             Operand::Value(node) => node,
-            Operand::Global(_) | Operand::Shell => Node::Unfinished,
+            Operand::Global(_) | Operand::Shell => unfinished.clone(),
         })
         .collect();
     Ok((Tree { nodes, own: machine.own, root, storages: machine.storages }, size))
@@ -540,6 +563,11 @@ impl Machine<'_> {
         let (module, name) = (self.blob(&module), self.blob(&name));
         match global(module, name) {
             Some(known) => self.push(Operand::Global(known)),
+            None if self.dialect == Dialect::Torch => {
+                let whole = String::from_utf8_lossy(&[module, b".", name].concat()).into_owned();
+                let refused = self.refused(&whole, Some(self.op_at as u64))?;
+                self.push_node(refused)
+            }
             None => {
                 let shown = |bytes: &[u8]| String::from_utf8_lossy(&bytes[..bytes.len().min(100)]).into_owned();
                 Err(self.error(
@@ -553,6 +581,15 @@ impl Machine<'_> {
                 ))
             }
         }
+    }
+
+    /// A refused value, described; `global_at` is the offset at which it names a global that no tensor needs.
+    fn refused(&mut self, what: &str, global_at: Option<u64>) -> Result<Node> {
+        let shown: String = what.chars().take(MAX_NAME).collect();
+        self.spend(shown.len())?;
+        let start = self.own.len();
+        self.own.extend_from_slice(shown.as_bytes());
+        Ok(Node::Refused(Refusal { name: Blob::new(true, start..self.own.len()), global_at }))
     }
 
     fn put(&mut self, number: u32) -> Result<()> {
@@ -574,17 +611,36 @@ impl Machine<'_> {
             return Err(self.malformed("expected a value for every key of a dict, found an odd number of items"));
         }
         self.spend(size_of_val(items))?;
-        // Later readers compare and hash keys, so only types that are cheap to compare are allowed.
-        let plain = |id: Id| {
+        let mut pairs = Vec::with_capacity(items.len() / 2);
+        for pair in items.chunks_exact(2) {
+            pairs.push((self.key(pair[0])?, pair[1]));
+        }
+        Ok(pairs)
+    }
+
+    /// A key of a dict. Later readers compare and hash keys, so only types that are cheap to compare are allowed: plain values, and
+    /// tuples of a few of them. Any other key of torch's files is refused, but not the values of other keys.
+    fn key(&mut self, id: Id) -> Result<Id> {
+        let is_plain = |id: Id| {
             matches!(
                 self.node(id),
                 Some(Node::Str(_) | Node::Int(_) | Node::Bool(_) | Node::None | Node::Float(_) | Node::Bytes(_))
             )
         };
-        if !items.chunks_exact(2).all(|pair| plain(pair[0])) {
-            return Err(self.malformed("expected a string, bytes or a number as a dict key, found another type"));
+        let is_tuple = |id: Id| match self.node(id) {
+            Some(Node::Tuple(items)) => items.len() <= MAX_KEY_ITEMS && items.iter().all(|id| is_plain(*id)),
+            _ => false,
+        };
+        if is_plain(id) || is_tuple(id) || matches!(self.node(id), Some(Node::Refused(_))) {
+            return Ok(id);
         }
-        Ok(items.chunks_exact(2).map(|pair| (pair[0], pair[1])).collect())
+        let expected = "a string, bytes, a number or a short tuple of them as a dict key";
+        if self.dialect == Dialect::Plain {
+            return Err(self.malformed(format!("expected {expected}, found another type")));
+        }
+        let refused = self.refused(&format!("a key that is not {expected}"), None)?;
+        self.push_node(refused)?;
+        self.pop()
     }
 
     fn extend_dict(&mut self, items: &[Id]) -> Result<()> {
@@ -595,6 +651,7 @@ impl Machine<'_> {
                 dict.extend_from_slice(&pairs);
                 Ok(())
             }
+            Some(Operand::Value(Node::Refused(_))) => Ok(()),
             _ => Err(self.malformed("expected a dict to set an item of, found another type")),
         }
     }
@@ -607,6 +664,7 @@ impl Machine<'_> {
                 list.extend_from_slice(items);
                 Ok(())
             }
+            Some(Operand::Value(Node::Refused(_))) => Ok(()),
             _ => Err(self.malformed("expected a list to append to, found another type")),
         }
     }

@@ -124,6 +124,15 @@ pub struct SavedTensor {
     pub strides: Vec<u64>,
 }
 
+/// An object that is not built.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Refusal {
+    /// The name of its class or function, or a description.
+    pub name: Blob,
+    /// The offset in the pickle at which it names a global that no tensor or array needs: an unpickler would import it.
+    pub global_at: Option<u64>,
+}
+
 /// A value of a pickle.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node {
@@ -163,8 +172,8 @@ pub enum Node {
     Storage(u32),
     /// A name that stands for itself: a dtype (`torch.float16`).
     Name(Blob),
-    /// An object of torch that is unsupported, by the name of its class or function. Values next to it remain readable.
-    Refused(Blob),
+    /// An object that is unsupported, by its class or function. Values next to it remain readable.
+    Refused(Refusal),
     /// An array without contents (pickles of numpy always have them), or one of the allowed names on its own. An error
     /// wherever it is used.
     Unfinished,

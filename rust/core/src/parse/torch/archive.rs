@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 
 use super::super::arrays::Region;
+use super::super::end;
 use super::super::pickle::machine::{Dialect, parse_as};
 use super::super::zip::{Archive, shown};
 use super::file::{TorchFile, malformed, place_of};
@@ -27,7 +28,8 @@ pub(super) fn read(source: &dyn Source, context: &mut Context<'_>) -> Result<Tor
         Some(byte) if !record.deflated => e.byte(at + byte),
         _ => e,
     };
-    let (tree, _) = parse_as(&pickle, Dialect::Torch).map_err(inside)?;
+    let (tree, size) = parse_as(&pickle, Dialect::Torch).map_err(inside)?;
+    end::check(size as u64, pickle.len() as u64, "the pickle", "").map_err(inside)?;
     let named: HashMap<&[u8], usize> = archive.records.iter().enumerate().map(|(i, r)| (&r.name[..], i)).collect();
     let part = |name: &str| [&top[..], b"/", name.as_bytes()].concat();
     let swapped = match named.get(&part("byteorder")[..]).map(|i| archive.records[*i].content(source, 64, context)) {

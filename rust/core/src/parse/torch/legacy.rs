@@ -11,6 +11,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use super::super::arrays::Region;
+use super::super::end;
 use super::super::pickle::machine::{Dialect, parse_as};
 use super::super::pickle::{Node, SavedStorage, Tree};
 use super::super::zip::shown;
@@ -113,11 +114,7 @@ fn places(source: &dyn Source, found: &Pickles, pickle: &[u8], context: &mut Con
         made.regions.push(Region { at, stored: size, size, deflated: false, crc: 0 });
         at += size;
     }
-    if at != source.size() {
-        let detail =
-            format!("{} bytes after the last storage: several saves in one file are unsupported", source.size() - at);
-        return Err(malformed(detail).byte(at));
-    }
+    end::check(at, source.size(), "the last storage", ": several saves in one file are unsupported")?;
     Ok(made)
 }
 

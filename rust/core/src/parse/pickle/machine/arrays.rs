@@ -2,7 +2,7 @@
 
 use super::super::{Blob, Element, Id, Node, NumpyArray, scalar_integer};
 use super::{Dialect, Global, Machine, Operand};
-use crate::dtype::DType;
+use crate::dtype::Spelling;
 use crate::error::{Kind, Result};
 
 impl Machine<'_> {
@@ -23,6 +23,17 @@ impl Machine<'_> {
         };
         let arguments = arguments.clone();
         match (function, &arguments[..]) {
+            (Global::Dict | Global::DefaultDict, []) => self.push_node(Node::Dict(vec![])),
+            (Global::Dict, &[items]) => self.dict_of(items),
+            (Global::DefaultDict, &[factory, ref rest @ ..]) if rest.len() <= 1 && self.is_factory(factory) => {
+                match rest.first() {
+                    Some(items) => self.dict_of(*items),
+                    None => self.push_node(Node::Dict(vec![])),
+                }
+            }
+            (Global::Reconstruct, &[class, ..]) if matches!(self.node(class), Some(Node::Refused(_))) => {
+                self.push_id(class)
+            }
             (Global::Reconstruct, &[class, shape, code]) => {
                 let is_ndarray = matches!(self.cells.get(class as usize), Some(Operand::Global(Global::NdArray)));
                 let shape_ok = matches!(self.node(shape), Some(Node::Tuple(dims)) if dims.len() == 1)
@@ -50,10 +61,11 @@ impl Machine<'_> {
                 let array = self.array(shape, element, fortran, buffer, true)?;
                 self.push_node(array)
             }
+            (Global::Dtype, &[code, ..]) if matches!(self.node(code), Some(Node::Refused(_))) => self.push_id(code),
             (Global::Dtype, [code, ..]) if arguments.len() <= 3 => {
                 let node = match self.element(*code) {
                     Err(e) if self.dialect == Dialect::Torch && e.kind == Kind::Unsupported => {
-                        self.refused(&e.detail)?
+                        self.refused(&e.detail, None)?
                     }
                     element => Node::Element(element?),
                 };
@@ -67,11 +79,27 @@ impl Machine<'_> {
             }
             (Global::Scalar, &[element, bytes]) => self.scalar(element, bytes),
             (Global::EmptyBytes, []) => self.push_node(Node::Bytes(Blob::new(false, 0..0))),
-            (Global::NdArray | Global::EmptyBytes, _) => {
-                Err(self
-                    .error(Kind::UnsafePickle, "calls numpy.ndarray or bytes with arguments, which data never does"))
+            (Global::NdArray | Global::EmptyBytes | Global::DefaultDict | Global::Factory | Global::Element(_), _) => {
+                Err(self.error(
+                    Kind::UnsafePickle,
+                    "calls numpy.ndarray, a class of plain values or defaultdict in a way that data never do",
+                ))
             }
             _ => Err(self.malformed(format!("calls {function:?} with {} arguments", arguments.len()))),
+        }
+    }
+
+    /// Whether a value may be the factory of a defaultdict, which is not called.
+    fn is_factory(&self, id: Id) -> bool {
+        match self.cells.get(id as usize) {
+            Some(Operand::Global(name)) => {
+                matches!(
+                    name,
+                    Global::Factory | Global::EmptyBytes | Global::Dict | Global::DefaultDict | Global::Torch(_)
+                )
+            }
+            Some(Operand::Value(node)) => matches!(node, Node::None | Node::Refused(_)),
+            _ => false,
         }
     }
 
@@ -117,7 +145,12 @@ impl Machine<'_> {
             (Some(Operand::Value(Node::Element(element))), &[version, order, subtype, names, fields, ..])
                 if (8..=9).contains(&state.len()) =>
             {
+                let element = *element;
                 let plain = [subtype, names, fields].iter().all(|id| matches!(self.node(*id), Some(Node::None)));
+                if !plain && self.dialect == Dialect::Torch {
+                    self.cells[target as usize] = Operand::Value(self.refused("a structured dtype", None)?);
+                    return Ok(());
+                }
                 if !plain || !matches!(self.node(version), Some(Node::Int(_))) {
                     return Err(self.error(Kind::Unsupported, "structured dtypes are unsupported"));
                 }
@@ -143,32 +176,18 @@ impl Machine<'_> {
     }
 
     fn element(&self, code: Id) -> Result<Element> {
+        if let Some(Operand::Global(Global::Element(dtype))) = self.cells.get(code as usize) {
+            return Ok(Element { dtype: *dtype, swapped: false });
+        }
         let text = self.text(code).ok_or_else(|| self.malformed("expected a string as a dtype"))?;
-        let (swapped, bare) = match text {
-            [b'>', rest @ ..] => (true, rest),
-            [b'<' | b'=' | b'|', rest @ ..] => (false, rest),
-            _ => (false, text),
-        };
-        let dtype = match bare {
-            b"f2" => DType::F16,
-            b"f4" => DType::F32,
-            b"f8" => DType::F64,
-            b"b1" => DType::Bool,
-            b"i1" => DType::I8,
-            b"i2" => DType::I16,
-            b"i4" => DType::I32,
-            b"i8" => DType::I64,
-            b"u1" => DType::U8,
-            b"u2" => DType::U16,
-            b"u4" => DType::U32,
-            b"u8" => DType::U64,
-            b"c8" => DType::C64,
-            _ => {
-                let shown = String::from_utf8_lossy(&text[..text.len().min(40)]).into_owned();
-                return Err(self.error(Kind::Unsupported, format!("elements of type '{shown}' are unsupported")));
+        let shown = || String::from_utf8_lossy(&text[..text.len().min(40)]).into_owned();
+        match std::str::from_utf8(text).map(Spelling::of_code) {
+            Ok((Spelling::Type(dtype), swapped)) => Ok(Element { dtype, swapped }),
+            Ok((Spelling::Unsupported(what), _)) => {
+                Err(self.error(Kind::Unsupported, format!("elements of type '{}' ({what}) are unsupported", shown())))
             }
-        };
-        Ok(Element { dtype, swapped: swapped && dtype.bits() > 8 })
+            _ => Err(self.error(Kind::Unsupported, format!("elements of type '{}' are unsupported", shown()))),
+        }
     }
 
     fn dims(&self, shape: Id) -> Result<Vec<u64>> {

@@ -20,39 +20,12 @@ pub enum TorchName {
     FromType,
     /// A class that `_rebuild_from_type_v2` may name.
     TensorClass,
-    /// `collections.OrderedDict` and `Counter`.
-    Dict,
     /// `torch.Size`.
     Size,
     /// `torch.device`.
     Device,
     /// `set` and `frozenset`.
     Set,
-}
-
-/// The element type of a dtype's or a storage's name.
-pub fn dtype_named(name: &[u8]) -> Option<DType> {
-    Some(match name {
-        b"float64" | b"double" => DType::F64,
-        b"float32" | b"float" => DType::F32,
-        b"float16" | b"half" => DType::F16,
-        b"bfloat16" => DType::BF16,
-        b"float8_e4m3fn" => DType::F8E4M3,
-        b"float8_e5m2" => DType::F8E5M2,
-        b"float8_e4m3fnuz" => DType::F8E4M3Fnuz,
-        b"float8_e5m2fnuz" => DType::F8E5M2Fnuz,
-        b"float8_e8m0fnu" => DType::F8E8M0,
-        b"int64" | b"long" => DType::I64,
-        b"int32" | b"int" => DType::I32,
-        b"int16" | b"short" => DType::I16,
-        b"int8" => DType::I8,
-        b"uint64" => DType::U64,
-        b"uint32" => DType::U32,
-        b"uint16" => DType::U16,
-        b"uint8" => DType::U8,
-        b"bool" => DType::Bool,
-        _ => return None,
-    })
 }
 
 /// The name that a (module, name) pair stands for.
@@ -74,7 +47,6 @@ pub fn torch_name(module: &[u8], name: &[u8]) -> Option<TorchName> {
         (b"torch._utils", b"_rebuild_parameter" | b"_rebuild_parameter_with_state") => TorchName::Parameter,
         (b"torch._tensor", b"_rebuild_from_type_v2") => TorchName::FromType,
         (b"torch", b"Tensor") | (b"torch.nn.parameter", b"Parameter" | b"Buffer") => TorchName::TensorClass,
-        (b"collections", b"OrderedDict" | b"Counter") => TorchName::Dict,
         (b"torch", b"Size") => TorchName::Size,
         (b"torch", b"device") => TorchName::Device,
         (b"builtins" | b"__builtin__", b"set" | b"frozenset") => TorchName::Set,

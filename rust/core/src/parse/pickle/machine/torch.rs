@@ -7,12 +7,18 @@
 //! Source: torch/_utils.py, torch/serialization.py and torch/_weights_only_unpickler.py of torch 2.15.
 
 use super::super::{Blob, Id, Node, SavedStorage, SavedTensor};
-use super::names::{TorchName, dtype_named, is_refused, torch_name};
+use super::names::{TorchName, is_refused, torch_name};
 use super::{Dialect, Global, Machine, Operand};
+use crate::dtype::{DType, Spelling};
 use crate::error::{Kind, Result};
 
 /// Limit on the axes of a tensor: torch's own is 64.
 const MAX_AXES: usize = 64;
+
+/// The element type of a dtype's name.
+fn dtype_named(name: &[u8]) -> Option<DType> {
+    std::str::from_utf8(name).ok().and_then(|name| Spelling::of_name(name).dtype())
+}
 
 /// A tensor's arguments, in torch's order.
 struct Rebuilt {
@@ -20,6 +26,7 @@ struct Rebuilt {
     offset: Id,
     size: Id,
     stride: Id,
+    hooks: Option<Id>,
     dtype: Option<Id>,
     metadata: Option<Id>,
 }
@@ -36,12 +43,12 @@ impl Machine<'_> {
         if !refused && (module != b"torch" || dtype_named(&name).is_none()) {
             return Ok(false);
         }
-        let whole = [&module[..], b".", &name[..]].concat();
-        self.spend(whole.len())?;
-        let start = self.own.len();
-        self.own.extend_from_slice(&whole);
-        let blob = Blob::new(true, start..self.own.len());
-        self.push_node(if refused { Node::Refused(blob) } else { Node::Name(blob) })?;
+        let whole = String::from_utf8_lossy(&[&module[..], b".", &name[..]].concat()).into_owned();
+        let node = match self.refused(&whole, None)? {
+            Node::Refused(object) if !refused => Node::Name(object.name),
+            node => node,
+        };
+        self.push_node(node)?;
         Ok(true)
     }
 
@@ -59,6 +66,7 @@ impl Machine<'_> {
                 let target = self.top()?;
                 match self.cells.get_mut(target as usize) {
                     Some(Operand::Value(Node::Set(set))) => set.extend_from_slice(&items),
+                    Some(Operand::Value(Node::Refused(_))) => {}
                     _ => return Err(self.malformed("expected a set to add to, found another type")),
                 }
             }
@@ -66,19 +74,44 @@ impl Machine<'_> {
                 let items = self.pop_mark()?;
                 self.push_node(Node::Set(items))?;
             }
-            // NEWOBJ and NEWOBJ_EX of an unsupported class.
+            // INST: the name of a class, and arguments after a mark.
+            b'i' => {
+                let (module, name) = (self.line()?, self.line()?);
+                self.pop_mark()?;
+                let whole = [&self.input[module], b".", &self.input[name]].concat();
+                let refused = self.refused(&String::from_utf8_lossy(&whole), Some(self.op_at as u64))?;
+                self.push_node(refused)?;
+            }
+            // OBJ: a class and arguments after a mark.
+            b'o' => {
+                let items = self.pop_mark()?;
+                let class = *items.first().ok_or_else(|| self.malformed("expected a class to make an object of"))?;
+                self.new_object(class, op)?;
+            }
+            // NEWOBJ and NEWOBJ_EX: a class, its arguments, in NEWOBJ_EX its keyword arguments.
             0x81 | 0x92 => {
                 for _ in 0..if op == 0x81 { 1 } else { 2 } {
                     self.pop()?;
                 }
                 let class = self.pop()?;
-                let Some(Node::Refused(name)) = self.node(class) else { return Err(self.forbidden(op)) };
-                let refused = Node::Refused(*name);
-                self.push_node(refused)?;
+                self.new_object(class, op)?;
             }
             _ => return Ok(false),
         }
         Ok(true)
+    }
+
+    /// An object of a class: refused, whatever the class.
+    fn new_object(&mut self, class: Id, op: u8) -> Result<()> {
+        let refused = match self.cells.get(class as usize) {
+            Some(Operand::Value(Node::Refused(object))) => Node::Refused(*object),
+            Some(Operand::Global(name)) => {
+                let name = *name;
+                self.refused(&format!("an object of {name:?}"), None)?
+            }
+            _ => return Err(self.forbidden(op)),
+        };
+        self.push_node(refused)
     }
 
     /// A storage: `("storage", type, key, location, count)`, in old files with a sixth member.
@@ -159,25 +192,23 @@ impl Machine<'_> {
         let arguments = arguments.clone();
         match (name, &arguments[..]) {
             (TorchName::Tensor, &[storage, offset, size, stride]) => {
-                self.tensor(&Rebuilt { storage, offset, size, stride, dtype: None, metadata: None })
+                self.tensor(&Rebuilt { storage, offset, size, stride, hooks: None, dtype: None, metadata: None })
             }
-            (TorchName::Tensor, &[storage, offset, size, stride, _, _, ref rest @ ..]) if rest.len() <= 1 => {
-                let metadata = rest.first().copied();
-                self.tensor(&Rebuilt { storage, offset, size, stride, dtype: None, metadata })
+            (TorchName::Tensor, &[storage, offset, size, stride, _, hooks, ref rest @ ..]) if rest.len() <= 1 => {
+                let (hooks, metadata) = (Some(hooks), rest.first().copied());
+                self.tensor(&Rebuilt { storage, offset, size, stride, hooks, dtype: None, metadata })
             }
-            (TorchName::TensorOfDtype, &[storage, offset, size, stride, _, _, dtype, ref rest @ ..])
+            (TorchName::TensorOfDtype, &[storage, offset, size, stride, _, hooks, dtype, ref rest @ ..])
                 if rest.len() <= 1 =>
             {
-                let metadata = rest.first().copied();
-                self.tensor(&Rebuilt { storage, offset, size, stride, dtype: Some(dtype), metadata })
+                let (hooks, metadata) = (Some(hooks), rest.first().copied());
+                self.tensor(&Rebuilt { storage, offset, size, stride, hooks, dtype: Some(dtype), metadata })
             }
             (TorchName::Parameter, &[tensor, _, _] | &[tensor, _, _, _]) => match self.node(tensor) {
                 Some(Node::Tensor(_) | Node::Refused(_)) => self.push_id(tensor),
                 _ => Err(self.malformed("expected a tensor as a parameter, found another type")),
             },
             (TorchName::FromType, &[function, class, inner, _]) => self.typed_tensor(function, class, inner),
-            (TorchName::Dict, []) => self.push_node(Node::Dict(vec![])),
-            (TorchName::Dict, &[items]) => self.dict_of(items),
             (TorchName::Size, &[dims]) if matches!(self.node(dims), Some(Node::Tuple(_))) => self.push_id(dims),
             (TorchName::Device, &[kind] | &[kind, _]) if matches!(self.node(kind), Some(Node::Str(_))) => {
                 self.push_id(kind)
@@ -214,6 +245,10 @@ impl Machine<'_> {
         };
         match self.cells.get(class as usize) {
             Some(Operand::Global(Global::Torch(TorchName::TensorClass))) => self.torch_call(function, inner),
+            Some(Operand::Value(Node::Refused(object))) => {
+                let refused = Node::Refused(*object);
+                self.push_node(refused)
+            }
             _ => {
                 Err(self
                     .error(Kind::UnsafePickle, "_rebuild_from_type_v2: expected the class Tensor, Parameter or Buffer"))
@@ -222,7 +257,7 @@ impl Machine<'_> {
     }
 
     /// An OrderedDict or Counter of a dict or of pairs.
-    fn dict_of(&mut self, items: Id) -> Result<()> {
+    pub(super) fn dict_of(&mut self, items: Id) -> Result<()> {
         let flat: Vec<Id> = match self.node(items) {
             Some(Node::Dict(pairs)) => pairs.iter().flat_map(|(key, value)| [*key, *value]).collect(),
             Some(Node::List(pairs)) => {
@@ -277,6 +312,16 @@ impl Machine<'_> {
         if let Some(refused) = self.changed_by(arguments.metadata)? {
             return self.push_node(refused);
         }
+        // torch writes none; an unpickler would build them.
+        let has_hooks = match arguments.hooks.map(|id| self.node(id)) {
+            None | Some(Some(Node::None)) => false,
+            Some(Some(Node::Dict(pairs))) => !pairs.is_empty(),
+            Some(_) => true,
+        };
+        if has_hooks {
+            let refused = self.refused("a tensor with hooks", None)?;
+            return self.push_node(refused);
+        }
         self.spend(size_of::<SavedTensor>())?;
         self.push_node(Node::Tensor(Box::new(SavedTensor { storage: number, dtype, first, shape, strides })))
     }
@@ -292,14 +337,6 @@ impl Machine<'_> {
         let Some((key, _)) = set else { return Ok(None) };
         let key = self.text(*key).unwrap_or_default();
         let key = String::from_utf8_lossy(&key[..key.len().min(40)]).into_owned();
-        Ok(Some(self.refused(&format!("a tensor with the flag {key}"))?))
-    }
-
-    /// A refused value, described.
-    pub(super) fn refused(&mut self, what: &str) -> Result<Node> {
-        self.spend(what.len())?;
-        let start = self.own.len();
-        self.own.extend_from_slice(what.as_bytes());
-        Ok(Node::Refused(Blob::new(true, start..self.own.len())))
+        Ok(Some(self.refused(&format!("a tensor with the flag {key}"), None)?))
     }
 }
