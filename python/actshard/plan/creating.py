@@ -163,7 +163,7 @@ def create(
         _arguments.switch(pad, "pad"),
         _arguments.switch(truncate, "truncate"),
         overflow,
-        None if capture is None else _name_of(capture),
+        None if capture is None else function_name(capture, "capture"),
     )
     borders = _borders(n, target)
     bounds = _bounds(n, parts, borders)
@@ -180,14 +180,7 @@ def create(
     plan = CreatePlan(
         "create", json_values(arguments), (), tuple(json_values(plan_tasks)), predicted, work_path, tuple(notes)
     )
-    with boundary(root, "plan an extraction to"):
-        if not plan.book.exists():
-            target.plan = plan.work
-            try:
-                _refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
-            except ActshardError:
-                if not plan.book.exists():  # otherwise another process has just started this plan
-                    raise
+    refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
     return plan
 
 
@@ -239,6 +232,19 @@ def _bounds(n: int, tasks: int, borders: NDArray[np.int64] | None) -> list[int]:
         return equal
     border_bounds = [int(borders[k * len(borders) // tasks]) for k in range(tasks)] + [n]
     return border_bounds if max(np.diff(border_bounds)) <= _EVEN * n / tasks else equal
+
+
+def refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
+    """Raises ExistsError, UnfinishedError or DiskFullError if the dataset cannot be written, before a model computes anything."""
+    with boundary(plan.path, "plan an extraction to"):
+        if plan.book.exists():
+            return
+        target.plan = plan.work
+        try:
+            _refuse_others(plan, target, exist_ok)
+        except ActshardError:
+            if not plan.book.exists():  # otherwise another process has just started this plan
+                raise
 
 
 def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
@@ -314,26 +320,26 @@ def _target(arguments: CreateArguments, work: Path | None, count: int, part: tup
     return target
 
 
-def _name_of(capture: Any) -> str:
-    """Returns a capture's name ``module:function``."""
-    if isinstance(capture, str):
-        module, _, function = capture.partition(":")
-        if not all(word.isidentifier() for word in [*module.split("."), *function.split(".")]):
-            raise ArgumentError(f'capture: expected "module:function", found {capture!r:.100}')
-        return capture
-    module_name, name = getattr(capture, "__module__", None), getattr(capture, "__qualname__", None)
-    if not callable(capture) or not isinstance(module_name, str) or not isinstance(name, str):
-        raise ArgumentError(f'capture: expected a function, or "module:function", found {capture!r:.100}')
+def function_name(function: Any, what: str) -> str:
+    """Returns the name ``module:function`` of the argument ``what``, which other processes can import."""
+    if isinstance(function, str):
+        module, _, path = function.partition(":")
+        if not all(word.isidentifier() for word in [*module.split("."), *path.split(".")]):
+            raise ArgumentError(f'{what}: expected "module:function", found {function!r:.100}')
+        return function
+    module_name, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not callable(function) or not isinstance(module_name, str) or not isinstance(name, str):
+        raise ArgumentError(f'{what}: expected a function, or "module:function", found {function!r:.100}')
     if module_name == "__main__" or "<" in name:
         raise ArgumentError(
-            f"capture: expected a function that other processes can import, found {name} of {module_name}: define it with def in "
+            f"{what}: expected a function that other processes can import, found {name} of {module_name}: define it with def in "
             "an importable module"
         )
     return f"{module_name}:{name}"
 
 
-def _function(name: str) -> Computes:
-    """Imports the function with a name ``module:function``."""
+def import_function(name: str, what: str) -> Callable[..., Any]:
+    """Imports the function with a name ``module:function``, the argument ``what``."""
     module, _, path = name.partition(":")
     try:
         attribute: Any = importlib.import_module(module)
@@ -341,21 +347,28 @@ def _function(name: str) -> Computes:
             attribute = getattr(attribute, part)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(
-            f"capture: cannot import {name!r}: {error}. Engines look in PYTHONPATH and in the installed packages."
+            f"{what}: cannot import {name!r}: {error}. Engines look in PYTHONPATH and in the installed packages."
         ) from error
     if not callable(attribute):
-        raise ArgumentError(f"capture: expected a function, found {type(attribute).__name__} {name!r}")
-    capture: Computes = attribute
-    return capture
+        raise ArgumentError(f"{what}: expected a function, found {type(attribute).__name__} {name!r}")
+    function: Callable[..., Any] = attribute
+    return function
 
 
 class CreatePlan(Plan):
     """A plan of :func:`create`: tasks are ranges of examples, which your script or ``capture`` computes and writes."""
 
+    computes: Mapping[str, Any] | None = None
+    """What determines the computed values, for the record of the request; None: unknown."""
+
     @property
     def path(self) -> Path:
         """The dataset's folder."""
-        return self.arguments_as(CreateArguments).path
+        return self.creation().path
+
+    def creation(self, path: Path | None = None) -> CreateArguments:
+        """The dataset to create. Raises FormatError for other values; ``path`` is the plan's file, for messages. Internal."""
+        return self.arguments_as(CreateArguments, path)
 
     def examples(self, task: int) -> range:
         """Returns a task's examples, as numbers in the whole dataset.
@@ -387,7 +400,7 @@ class CreatePlan(Plan):
             ArgumentError: the plan has no ``capture``.
             Others: as :meth:`actshard.plan.Plan.run`, and LockedError if another process is running this task.
         """
-        if self.arguments_as(CreateArguments).capture is None:
+        if self.creation().capture is None:
             raise ArgumentError(
                 f"this plan has no capture=, which computes activations: use plan.writer({task}) in your script, or make the "
                 'plan with capture="module:function"'
@@ -410,10 +423,10 @@ class TaskWriter(Writer):
         self._tell = tell
         self._began = self._told_at = time.monotonic()
         self._attempt: Path | None = None
-        arguments = plan.arguments_as(CreateArguments)
+        arguments = plan.creation()
         target = _target(arguments, plan.work, len(self.examples), (task, len(plan)))
         fitting = {name: getattr(arguments, name) for name in _FITTING}
-        target.request = creation_record(target, **fitting)
+        target.request = creation_record(target, capture=plan.computes, **fitting)
         super().__init__(target, resume=True, exist_ok=True, **fitting)
 
     @property
@@ -507,13 +520,14 @@ class Creating(Verb[None]):
     undivided = "the time depends on the model, which is not run for a measurement"
 
     def check_plan(self, plan: Planned, path: Path) -> None:
-        """Raises FormatError for arguments or tasks that :func:`create` does not make."""
-        arguments = plan.arguments_as(CreateArguments, path)
+        """Raises FormatError for arguments or tasks that the planner does not make."""
+        assert isinstance(plan, CreatePlan)
+        arguments = plan.creation(path)
         try:
             _check_format(arguments.format)
             _target(arguments, None, 1, (0, len(plan)))
             if arguments.capture is not None:
-                _name_of(arguments.capture)
+                function_name(arguments.capture, "capture")
         except (ArgumentError, DtypeError, LookupError, TypeError, ValueError, AttributeError) as error:
             why = error.detail if isinstance(error, ActshardError) else repr(error)
             raise FormatError(f"field 'arguments': expected those of an extraction: {why}", path=path) from error
@@ -529,7 +543,7 @@ class Creating(Verb[None]):
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Runs the task's capture."""
         assert isinstance(plan, CreatePlan)
-        function = _function(str(plan.arguments_as(CreateArguments).capture))
+        function: Computes = import_function(str(plan.creation().capture), "capture")
         writer = TaskWriter(plan, task, tell)
         with writer:
             if not writer.complete and writer.left:  # empty if a run was killed after the last example
@@ -538,21 +552,21 @@ class Creating(Verb[None]):
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
         """Merges the parts; returns the dataset's path."""
-        root = plan.arguments_as(CreateArguments).path
         if (dataset := self.committed(plan)) is not None:
             return dataset
+        assert isinstance(plan, CreatePlan)
         counts = tuple(task.examples.end - task.examples.first for task in plan.tasks_as(ExamplesTask))
         return run_merge(
-            root, MergeRequest(None, physical=False, different_models=False, plan=plan.work, counts=counts)
+            plan.path, MergeRequest(None, physical=False, different_models=False, plan=plan.work, counts=counts)
         )
 
     def committed(self, plan: Planned) -> Path | None:
         """The finished dataset with the plan's examples, layers, types and metadata."""
-        arguments = plan.arguments_as(CreateArguments)
-        root, format = arguments.path, arguments.format
+        assert isinstance(plan, CreatePlan)
+        root, format = plan.path, plan.creation().format
         if not root.is_dir() or {"parts", "merging"} & set(look(root).kinds()):
             return None
-        request = _request(arguments)
+        request = _request(plan)
         if not formats.get(format).target().names_itself:
             if not is_finished(root, format):
                 return None
@@ -567,11 +581,13 @@ class Creating(Verb[None]):
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
-        remove_work_folders(plan.arguments_as(CreateArguments).path)
+        assert isinstance(plan, CreatePlan)
+        remove_work_folders(plan.path)
 
 
-def _request(arguments: CreateArguments) -> Request:
+def _request(plan: CreatePlan) -> Request:
     """The request for the whole dataset: as if one writer had created it."""
+    arguments = plan.creation()
     target = _target(arguments, None, arguments.num_examples, None)
-    request = creation_record(target, **{name: getattr(arguments, name) for name in _FITTING})
-    return request.without_part(arguments.num_examples)
+    fitting = {name: getattr(arguments, name) for name in _FITTING}
+    return creation_record(target, capture=plan.computes, **fitting).without_part(arguments.num_examples)
