@@ -109,12 +109,14 @@ class CaptureJob:
 
     Attributes:
         examples: numbers of the examples to compute. A plan's task sets its own.
+        format: the format of the dataset.
     """
 
     def __init__(
         self, model: ModelSettings, inputs: InputSettings, output: OutputSettings, running: RunSettings
     ) -> None:
         self._inputs, self._output, self._running = inputs, output, running
+        self.format = output.format
         self._target_class = formats.get(output.format).target()
         self._refuse_finished(model.layers)
         self._summary = inputs.records.summary()
@@ -274,7 +276,7 @@ class CaptureJob:
         began = time.monotonic()
         output = self._output
         total = None if self._summary.count is None else len(self.examples)
-        with closing(self._backend):
+        with closing(self):
             creation = self.creation()
             self.refuse_empty(creation)
             creation["tokens_per_example"] = self.rows_per_example()
@@ -283,8 +285,19 @@ class CaptureJob:
                 capture=self.identity(), **creation,
             )  # fmt: skip
             result = self.fill(writer)
-        warn_of_problems(result.path, result.examples, result.problems, result.nonfinite, result.nonfinite_examples)
+        warn_of_problems(
+            result.path,
+            result.examples,
+            len(result.problems),
+            result.problems,
+            result.nonfinite,
+            result.nonfinite_examples,
+        )
         return replace(result, seconds=time.monotonic() - began)
+
+    def close(self) -> None:
+        """Restores the model."""
+        self._backend.close()
 
     def fill(self, writer: Writer) -> Captured:
         """Computes those of :attr:`examples` that a writer lacks, and closes it."""
@@ -484,7 +497,7 @@ class CaptureJob:
 
     def estimate(self) -> Captured:
         """Predicts size and duration from all token counts, and the speed of some examples. Writes nothing."""
-        with closing(self._backend):
+        with closing(self):
             chosen = list(itertools.chain.from_iterable(self.counts()))
             lengths = np.array([c.tokens for c in chosen], np.int64)
             rows = np.array([c.rows for c in chosen], np.int64)
@@ -542,13 +555,18 @@ class CaptureJob:
 
 
 def warn_of_problems(
-    path: Path, total: int, problems: Sequence[Problem], nonfinite: int, nonfinite_examples: Sequence[int]
+    path: Path,
+    total: int,
+    empty: int,
+    problems: Sequence[Problem],
+    nonfinite: int,
+    nonfinite_examples: Sequence[int],
 ) -> None:
-    """Warns of examples of a dataset without states, and of rows with NaN or infinite values."""
-    if problems:
+    """Warns of ``empty`` examples of a dataset without states, and of rows with NaN or infinite values; names the first ones."""
+    if empty:
         warn(
-            f"{path}: {many(len(problems), 'example')} of {total} {'is' if len(problems) == 1 else 'are'} empty: "
-            f"{'; '.join(map(str, problems[:3]))}{'; ...' if len(problems) > 3 else ''}",
+            f"{path}: {many(empty, 'example')} of {total} {'is' if empty == 1 else 'are'} empty: "
+            f"{'; '.join(map(str, problems[:3]))}{'; ...' if empty > 3 else ''}",
             code="examples-left-empty",
         )
     if nonfinite:

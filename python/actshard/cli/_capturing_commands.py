@@ -8,7 +8,6 @@ import typer
 
 from actshard.cli._options import JsonOption, PadOption, QuietOption, ShardBytes, TargetOptions, layers_option
 from actshard.cli._output import output
-from actshard.errors import ArgumentError
 from actshard.formats import registry
 
 ModelArgument = Annotated[
@@ -123,14 +122,10 @@ def capture_command(
 
     Exit status: 0 success, 1 examples were left empty or values are not finite, 3 could not run.
     """
+    from actshard.capturing.transformers_models import named_tokenizer
     from actshard.cli import capture as verb
-    from actshard.cli.convert import columns_named, options_named
+    from actshard.cli.convert import options_named
 
-    if on_nonfinite not in ("refuse", "count"):
-        raise ArgumentError(f"on_nonfinite: expected refuse or count, found {on_nonfinite!r:.80}")
-    chosen = columns_named(columns)
-    if isinstance(chosen, dict):
-        raise ArgumentError("columns: expected names; columns are not renamed")
     result = verb.run(
         verb.model_named(model),
         texts,
@@ -140,15 +135,15 @@ def capture_command(
         layers=verb.layers_named(layers),
         tokens=verb.tokens_named(tokens),
         dtype=dtype or None,
-        tokenizer=verb.tokenizer_named(tokenizer),
+        tokenizer=named_tokenizer(tokenizer) if tokenizer else None,
         text=text or None,
-        columns=chosen,
+        columns=verb.columns_chosen(columns),
         max_tokens=max_tokens,
         truncate=truncate,
         special_tokens=special_tokens,
         batch_tokens=batch_tokens,
         memory=memory,
-        on_nonfinite=on_nonfinite,
+        on_nonfinite=verb.nonfinite_named(on_nonfinite),
         estimate=estimate,
         resume=resume,
         part=verb.part_named(part),

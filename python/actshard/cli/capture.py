@@ -12,6 +12,7 @@ import typer
 
 import actshard
 from actshard._arguments import many
+from actshard.capturing.running import OnNonfinite
 from actshard.cli._app import FINE, WARNINGS
 from actshard.cli._format import duration, size
 from actshard.cli._layers import several
@@ -56,18 +57,21 @@ def tokens_named(words: str) -> str | list[int]:
     return [int(word) for word in positions] if all(re.fullmatch(r"-?\d{1,9}", word) for word in positions) else words
 
 
-def tokenizer_named(words: str) -> Any:
-    """Loads a tokenizer with transformers, which also reads names of the hub and chat templates; else by its tokenizer.json."""
-    if not words:
-        return None
-    try:
-        import transformers
-    except ImportError:
-        return words
-    try:
-        return transformers.AutoTokenizer.from_pretrained(words)
-    except (OSError, ValueError):
-        return words
+def columns_chosen(words: str) -> list[str] | None:
+    """Parses ``--columns``: names."""
+    from actshard.cli.convert import columns_named
+
+    columns = columns_named(words)
+    if isinstance(columns, dict):
+        raise ArgumentError("columns: expected names; columns are not renamed")
+    return columns
+
+
+def nonfinite_named(words: str) -> OnNonfinite:
+    """Parses ``--on-nonfinite``."""
+    if words not in ("refuse", "count"):
+        raise ArgumentError(f"on_nonfinite: expected refuse or count, found {words!r:.80}")
+    return words
 
 
 def part_named(words: str) -> tuple[int, int] | None:
