@@ -149,7 +149,6 @@ def capture(
     tasks = _arguments.whole(tasks, "tasks", 1, MOST_TASKS)
     root = _arguments.local_path(path)
     check_format(format)
-    choice = choice_of(_choice_named(tokens)) if isinstance(tokens, str) else choice_of(tokens)
     files = records_of(texts).files
     if not files:
         raise ArgumentError(
@@ -159,11 +158,7 @@ def capture(
         _model_name(model),
         tuple(_arguments.local_path(file, "texts") for file in files),
         _tokenizer_name(tokenizer),
-        tokens
-        if isinstance(tokens, str)
-        else function_name(tokens, "tokens")
-        if callable(tokens)
-        else choice.description,
+        _tokens_name(tokens),
         text,
         None if columns is None else tuple(columns),
         _arguments.switch(special_tokens, "special_tokens"),
@@ -357,6 +352,16 @@ def _name(value: Any, what: str) -> str:
     return text
 
 
+def _tokens_name(tokens: str | int | Sequence[int] | Chooser) -> str | tuple[int, ...]:
+    """A word, the name of a function, or positions."""
+    if isinstance(tokens, str):
+        return tokens
+    if callable(tokens):
+        return function_name(tokens, "tokens")
+    description = choice_of(tokens).description
+    return description if isinstance(description, str) else tuple(description)
+
+
 def _choice_named(tokens: str | tuple[int, ...]) -> Any:
     return import_function(tokens, "tokens") if isinstance(tokens, str) and _is_function(tokens) else tokens
 
@@ -461,21 +466,19 @@ class Capturing(Creating[CaptureJob]):
                 )
         return job
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> CaptureResult:
-        """Computes the task's examples."""
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+        """Computes the task's examples; returns a :class:`CaptureResult` as JSON values."""
         assert isinstance(plan, CapturePlan)
         job = self.opened(plan)
         job.examples = plan.examples(task)
         writer = TaskWriter(plan, task, tell)
         done = job.fill(writer)
-        problems = tuple((problem.example, problem.reason) for problem in done.problems[:_NAMED])
-        return CaptureResult(
-            **writer.result(),
-            empty=len(done.problems),
-            problems=problems,
-            nonfinite=done.nonfinite,
-            nonfinite_examples=done.nonfinite_examples[:_NAMED],
-        )
+        return writer.result() | {
+            "empty": len(done.problems),
+            "problems": [[problem.example, problem.reason] for problem in done.problems[:_NAMED]],
+            "nonfinite": done.nonfinite,
+            "nonfinite_examples": list(done.nonfinite_examples[:_NAMED]),
+        }
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
         """Merges the parts; returns the dataset's path. Warns of examples without states."""
