@@ -272,8 +272,15 @@ def tiny_model(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def requests(folder: Path) -> dict[str, Any]:
+    """A folder of vLLM's request files."""
+    shutil.copytree(GOLDEN / "draft/speculators_vllm_requests", folder / "requests")
+    return {}
+
+
 def prompts(folder: Path) -> dict[str, Any]:
-    """The tiny model, and a file of texts."""
+    """The tiny model, a file of texts, and request files."""
+    requests(folder)
     texts = ["the farmer takes the train", "the farmer took the train", "a child reads", "a child read"]
     lines = [json.dumps({"text": text, "label": i % 2}) + "\n" for i, text in enumerate(texts)]
     (folder / "prompts.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -584,3 +584,27 @@ def test_no_states_are_kept_after_a_capture(tmp_path: Path) -> None:
     actshard.capture(model, sentences(30), tmp_path / "b", tokenizer=tokenizer, layers=[1, 2, 3])
     gc.collect()
     assert sum(isinstance(item, torch.Tensor) for item in gc.get_objects()) <= before
+
+
+def test_a_vision_model_is_captured_by_the_numbers_of_its_images(tmp_path: Path) -> None:
+    """Patch tokens and CLS of a ViT, as a function: bit-equal to the model's own hidden states for the same batch."""
+    torch.manual_seed(0)
+    config = transformers.ViTConfig(
+        image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+    )
+    model = transformers.ViTModel(config, add_pooling_layer=False).eval()
+    images = torch.randn(7, 3, 16, 16)
+
+    def states(ids: np.ndarray, mask: np.ndarray) -> dict[int, Any]:
+        with torch.no_grad():
+            output = model(pixel_values=images[ids[:, 0]], output_hidden_states=True)
+        return dict(enumerate(output.hidden_states))
+
+    inputs = [{"input_ids": [image] * 5, "label": image % 2} for image in range(len(images))]
+    done = actshard.capture(states, inputs, tmp_path / "dumps", "saev", columns=[], options={"cls_token": True})
+    store = actshard.open(done.path)
+    assert (store.special_tokens, store.token_counts.tolist()) == (1, [5] * 7)
+    expected = states(np.arange(7)[:, None], np.ones((7, 1), bool))
+    for image in range(7):
+        for layer in store.layers:
+            assert np.array_equal(store.sequence(image, layer), expected[layer][image].numpy())

@@ -341,6 +341,14 @@ def captured(folder: Path, patch: pytest.MonkeyPatch) -> None:
     actshard.capture(states, [[1, 2], [], [3]], folder / "d", on_nonfinite="count")
 
 
+def truncated_request(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    from actshard.compat import vllm
+
+    shutil.copytree(GOLDEN / "draft/speculators_vllm_requests", folder / "requests")
+    (folder / "requests/cmpl-zz-0.safetensors").write_bytes(b"\0" * 9)
+    vllm.fold(folder / "requests", folder / "d", incomplete="skip")
+
+
 CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "overflow": overflow,
     "no-example-chosen": no_example,
@@ -364,6 +372,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "examples-left-empty": captured,
     "non-finite-captured": captured,
     "batch-halved": captured,
+    "requests-left-out": truncated_request,
 }
 """Calls that warn."""
 

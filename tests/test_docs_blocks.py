@@ -49,7 +49,7 @@ FORMATS = {
 PAGES = {
     "README.md": Page(least=2),
     "docs/arrays.md": Page(scenes.common, 15),
-    "docs/capture.md": Page(least=3),
+    "docs/capture.md": Page(scenes.requests, 6),
     "docs/concepts.md": Page(scenes.common, 4),
     "docs/drafts.md": Page(scenes.drafts, 0, 8),
     "docs/frameworks.md": Page(scenes.common, 0, 8),
@@ -73,7 +73,7 @@ PAGES = {
 }
 HEAVY = {
     **{name: page for name, page in PAGES.items() if any(block.needs for block in blocks(name))},
-    "docs/capture.md": Page(scenes.prompts, 3, 9, (("openai-community/gpt2", "tiny"),)),
+    "docs/capture.md": Page(scenes.prompts, 6, 13, (("openai-community/gpt2", "tiny"),)),
     "docs/start.md": Page(scenes.tiny_model, 4, 5, (("openai-community/gpt2", "tiny"),)),
 }
 """Pages with blocks that need heavy libraries."""

@@ -546,6 +546,13 @@ CALLS: tuple[Code, ...] = (
         "correct the model, or store a wider dtype",
     ),
     Code(
+        "requests-left-out",
+        WARNING,
+        "Request files were truncated, still being written, or of another shape when the dataset of them was finished.",
+        "The dataset lacks these requests; the warning names the first ones.",
+        "run these requests again, and fold them to another dataset",
+    ),
+    Code(
         "batch-halved",
         WARNING,
         "A device ran out of memory during a capture.",

@@ -5,7 +5,7 @@
 - ``backend``: the interface of models; ``callables``, ``hooks`` and ``transformers_models`` implement it
 - ``running``, ``appending``: computes batches, and appends them in another thread
 - ``unfinished``: what a resumed capture compares and continues
-- ``job``: puts them together; ``result``: what is returned
+- ``arguments``: checks the arguments; ``job``: puts them together; ``result``: what is returned
 """
 
 from __future__ import annotations
@@ -17,24 +17,13 @@ from typing import Any, Literal
 from numpy.typing import DTypeLike
 
 from actshard import _arguments
+from actshard.capturing.arguments import job_of
 from actshard.capturing.backend import TorchModule
 from actshard.capturing.callables import States
-from actshard.capturing.choosing import Chooser, choice_of
+from actshard.capturing.choosing import Chooser
 from actshard.capturing.encoding import Example
-from actshard.capturing.job import (
-    CaptureJob,
-    InputSettings,
-    ModelSettings,
-    OutputSettings,
-    RunSettings,
-    column_names,
-    layers_of,
-    part_of,
-)
-from actshard.capturing.records import records_of
 from actshard.capturing.result import Captured, Problem
 from actshard.capturing.running import CaptureProgress, OnNonfinite
-from actshard.errors import ArgumentError, ArgumentTypeError
 from actshard.formats import registry
 from actshard.layers import Layer
 
@@ -134,41 +123,33 @@ def capture(
         MissingExtraError: ``pip install 'actshard[capture]'``.
         NoMemoryError: a single example does not fit into memory.
     """
-    _arguments.check_progress(progress)
-    if not _arguments.is_one_of(on_nonfinite, ("refuse", "count")):
-        raise ArgumentError(f'on_nonfinite: expected "refuse" or "count", found {on_nonfinite!r:.80}')
-    if not _arguments.is_one_of(format, registry.written()):
-        raise ArgumentError(f"format: expected one of {', '.join(registry.written())}, found {format!r:.80}")
-    for name, value in (("metadata", metadata), ("options", options), ("model_options", model_options)):
-        if value is not None and not isinstance(value, Mapping):
-            raise ArgumentTypeError(f"{name}: expected a mapping, found {type(value).__name__}")
-    switch = _arguments.switch
-    estimates = switch(estimate, "estimate")  # checked before a model gets hooks
-    job = CaptureJob(
-        ModelSettings(model, revision, device, model_options, layers_of(layers), dtype),
-        InputSettings(
-            records_of(texts),
-            tokenizer,
-            text,
-            column_names(columns),
-            switch(special_tokens, "special_tokens"),
-            None if max_tokens is None else _arguments.whole(max_tokens, "max_tokens", 1),
-            switch(truncate, "truncate"),
-            choice_of(tokens),
-        ),
-        OutputSettings(
-            _arguments.local_path(path, "path", "Capture to a local folder and upload it with actshard.push."),
-            format,
-            dict(metadata or {}),
-            part_of(part),
-            switch(resume, "resume"),
-            {"pad": switch(pad, "pad"), "shard_bytes": shard_bytes, "options": dict(options or {})},
-        ),
-        RunSettings(
-            None if batch_tokens is None else _arguments.whole(batch_tokens, "batch_tokens", 1),
-            _arguments.size(memory, "memory"),
-            on_nonfinite,
-            progress,
-        ),
+    estimates = _arguments.switch(estimate, "estimate")  # checked before a model gets hooks
+    job = job_of(
+        model,
+        texts,
+        path,
+        format,
+        layers=layers,
+        tokens=tokens,
+        tokenizer=tokenizer,
+        text=text,
+        columns=columns,
+        dtype=dtype,
+        special_tokens=special_tokens,
+        max_tokens=max_tokens,
+        truncate=truncate,
+        batch_tokens=batch_tokens,
+        memory=memory,
+        on_nonfinite=on_nonfinite,
+        resume=resume,
+        part=part,
+        revision=revision,
+        device=device,
+        model_options=model_options,
+        metadata=metadata,
+        pad=pad,
+        shard_bytes=shard_bytes,
+        options=options,
+        progress=progress,
     )
     return job.estimate() if estimates else job.run()

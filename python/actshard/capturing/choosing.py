@@ -36,6 +36,10 @@ class TokenChoice:
         """``(n,)`` positions of the chosen tokens, from 0. Raises ArgumentError for positions that a function returns."""
         return _positions(self.chooser(example), example)
 
+    def row_count(self, positions: NDArray[np.int64]) -> int:
+        """Rows that an example with these chosen positions has."""
+        return min(len(positions), 1) if self.has_mean else len(positions)
+
 
 def choice_of(tokens: Any) -> TokenChoice:
     """Returns the choice of a ``tokens=`` argument: one of :data:`WORDS`, positions, or a function of an :class:`Example`."""

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from actshard import formats
-from actshard._arguments import many, whole
+from actshard._arguments import many
 from actshard.capturing import transformers_models
 from actshard.capturing.appending import Appender, Filled
 from actshard.capturing.backend import Backend
@@ -26,7 +26,6 @@ from actshard.capturing.encoding import Encoder, Encodings, Example
 from actshard.capturing.records import CHAT, IDS, MASK, TEXT, Row, TextRecords
 from actshard.capturing.result import Captured, Problem
 from actshard.capturing.running import (
-    OWN_COLUMNS,
     PROBLEM,
     CaptureProgress,
     OnNonfinite,
@@ -40,7 +39,7 @@ from actshard.capturing.unfinished import CaptureSample, Notes
 from actshard.capturing.windows import BATCHES_OF_A_WINDOW, CELL, ChosenExample, Limits, batches, choose, windows
 from actshard.errors import ArgumentError, ArgumentTypeError, ExistsError, warn
 from actshard.formats.target import Target
-from actshard.layers import Layer, one, several
+from actshard.layers import Layer
 from actshard.opening import open_quietly
 from actshard.writing import Writer
 from actshard.writing.creating import make_target, open_writer
@@ -106,12 +105,18 @@ class RunSettings:
 
 
 class CaptureJob:
-    """A capture. Creating it loads the model and reads the texts once; :meth:`run` and :meth:`estimate` compute."""
+    """A capture. Creating it loads the model and reads the texts once; :meth:`run` and :meth:`estimate` compute.
+
+    Attributes:
+        examples: numbers of the examples to compute. A plan's task sets its own.
+        format: the format of the dataset.
+    """
 
     def __init__(
         self, model: ModelSettings, inputs: InputSettings, output: OutputSettings, running: RunSettings
     ) -> None:
         self._inputs, self._output, self._running = inputs, output, running
+        self.format = output.format
         self._target_class = formats.get(output.format).target()
         self._refuse_finished(model.layers)
         self._summary = inputs.records.summary()
@@ -120,7 +125,7 @@ class CaptureJob:
                 f"{'resume' if output.resume else 'part'}: expected a list or files as texts, found an iterator, which can be "
                 "read once"
             )
-        self._range = self._part_range(output.part)
+        self.examples = self._part_range(output.part)
         source = source_of(model)
         self._encodings = self._configure_encodings(source)
         self._rows: Iterator[Row] = iter(inputs.records)
@@ -224,7 +229,7 @@ class CaptureJob:
 
     # -- the request -----------------------------------------------------------------------------------------------
 
-    def _arguments(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
         """What determines the stored values: it is compared on resume, and kept in the dataset's metadata."""
         inputs, encodings = self._inputs, self._encodings
         encoder = encodings.encoder
@@ -245,10 +250,10 @@ class CaptureJob:
             "texts": None if digest is None else f"sha256:{digest}",
         }
 
-    def _creation(self) -> dict[str, Any]:
+    def creation(self) -> dict[str, Any]:
         """Arguments of :func:`actshard.create`."""
         output, target = self._output, self._target_class
-        arguments = self._arguments()
+        arguments = self.identity()
         holds_any = target.holds_metadata and target.metadata_keys is None
         model_field = {} if "model" in target.format_options else {"model": arguments["model"]}
         options = dict(output.create["options"])
@@ -270,35 +275,53 @@ class CaptureJob:
         """Computes and writes the dataset."""
         began = time.monotonic()
         output = self._output
-        total = None if self._summary.count is None else len(self._range)
-        with closing(self._backend):
-            creation = self._creation()
-            self._refuse_empty(creation)
-            creation["tokens_per_example"] = self._rows_per_example()
-            run = self._prepare_run(total)
+        total = None if self._summary.count is None else len(self.examples)
+        with closing(self):
+            creation = self.creation()
+            self.refuse_empty(creation)
+            creation["tokens_per_example"] = self.rows_per_example()
             writer = open_writer(
                 output.path, output.format, part=output.part, resume=output.resume, num_examples=total or None,
-                capture=self._arguments(), **creation,
+                capture=self.identity(), **creation,
             )  # fmt: skip
-            resumed_at = writer.committed
-            notes = Notes(writer.working_folder, self._range.start + resumed_at)
-            try:
-                if not writer.complete:
-                    self._check_model(writer)
-                    with run, Appender(writer) as appender:
-                        self._append_all(run, writer, appender, notes)
-                    writer.close()
-            except BaseException:
-                writer.abort()
-                raise
+            result = self.fill(writer)
+        warn_of_problems(
+            result.path,
+            result.examples,
+            len(result.problems),
+            result.problems,
+            result.nonfinite,
+            result.nonfinite_examples,
+        )
+        return replace(result, seconds=time.monotonic() - began)
+
+    def close(self) -> None:
+        """Restores the model."""
+        self._backend.close()
+
+    def fill(self, writer: Writer) -> Captured:
+        """Computes those of :attr:`examples` that a writer lacks, and closes it."""
+        began = time.monotonic()
+        run = self._prepare_run(None if self._summary.count is None else len(self.examples))
+        resumed_at = writer.committed
+        notes = Notes(writer.working_folder, self.examples.start + resumed_at)
+        try:
+            if not writer.complete:
+                self._check_model(writer)
+                with run, Appender(writer) as appender:
+                    self._append_all(run, writer, appender, notes)
+                writer.close()
+        except BaseException:
+            writer.abort()
+            raise
         return self._result(writer, run, notes, resumed_at, time.monotonic() - began)
 
-    def _refuse_empty(self, creation: Mapping[str, Any]) -> None:
+    def refuse_empty(self, creation: Mapping[str, Any]) -> None:
         """Raises ArgumentError for an empty example that the format cannot store, before anything is computed.
 
         Padding alone would make zeros of it: the format needs the column with the reason, too.
         """
-        target, inputs = _sized_target(self._output, creation, self._summary.count and len(self._range)), self._inputs
+        target, inputs = _sized_target(self._output, creation, self._summary.count and len(self.examples)), self._inputs
         if target.ragged:
             target.take_tokens(1 if inputs.choice.has_one_row else 2)  # the writer decides by the first window
         is_padded = bool(self._output.create["pad"]) and target.holds_columns and target.only_columns is None
@@ -308,8 +331,8 @@ class CaptureJob:
             or (target.ragged and target.tokens is None and not target.needs_tokens)
         ):
             return
-        records = itertools.islice(iter(inputs.records), self._range.start, self._range.stop)
-        every = windows(records, self._encodings, inputs.choice, Limits(CELL, CELL), self._range.start)
+        records = itertools.islice(iter(inputs.records), self.examples.start, self.examples.stop)
+        every = windows(records, self._encodings, inputs.choice, Limits(CELL, CELL), self.examples.start)
         empty = next((chosen for window in every for chosen in window if not len(chosen.positions)), None)
         if empty is not None:
             option = "" if target.keeping_all is None else f"options= ({target.keeping_all}), "
@@ -321,7 +344,7 @@ class CaptureJob:
                 "another format"
             )
 
-    def _rows_per_example(self) -> int | None:
+    def rows_per_example(self) -> int | None:
         """Rows of every example in a format with a constant number: with ``pad=True`` those of the longest, of all parts.
 
         Raises ArgumentError without ``pad=True`` if numbers differ, before anything is computed.
@@ -370,15 +393,15 @@ class CaptureJob:
             batch_tokens=self._batch_tokens,
             pad_id=self._pad_id,
             on_nonfinite=running.on_nonfinite,
-            first=self._range.start,
+            first=self.examples.start,
             total=total,
             progress=running.progress,
         )
 
     def _append_all(self, run: Run, writer: Writer, appender: Appender, notes: Notes) -> None:
-        next_example = self._range.start + writer.committed
+        next_example = self.examples.start + writer.committed
         columns = self._columns_function(writer.stores_column)
-        for window in self._windows(next_example):
+        for window in self.windows(next_example):
             states = run.states(window)
             skipped = max(next_example - window[0].example.number, 0)
             appender.append(partial(self._filled, run, notes, states, window[skipped:], skipped, columns))
@@ -411,39 +434,32 @@ class CaptureJob:
             allowed=allowed,
         )
 
-    def _windows(self, next_example: int) -> Iterator[list[ChosenExample]]:
+    def windows(self, next_example: int) -> Iterator[list[ChosenExample]]:
         """Windows with examples from ``next_example`` on; the first window may contain earlier ones."""
         row_bytes = len(self._backend.layers) * self._backend.width * self._backend.dtype.itemsize
         limits = Limits(
             self._batch_tokens * BATCHES_OF_A_WINDOW, max(self._running.memory // _WINDOWS_IN_MEMORY // row_bytes, 1)
         )
-        first = max(next_example // CELL * CELL, self._range.start)
-        if first == 0:
+        first = max(next_example // CELL * CELL, self.examples.start)
+        if self._summary.count is None:  # an iterator, which is read once
             rows: Iterator[Row] = itertools.chain(self._held, self._rows)
             self._held = []
         else:
-            rows = itertools.islice(iter(self._inputs.records), first, None)
-        rows = itertools.islice(rows, self._range.stop - first)
+            rows = itertools.islice(iter(self._inputs.records), first, self.examples.stop)
         for window in windows(rows, self._encodings, self._inputs.choice, limits, first):
             if window[-1].example.number >= next_example:
                 yield window
+
+    def counts(self) -> Iterator[list[ExampleCounts]]:
+        """Yields the counts of :attr:`examples`, window by window."""
+        row_count = self._inputs.choice.row_count
+        for window in self.windows(self.examples.start):
+            yield [ExampleCounts(c.example.number, len(c.example), row_count(c.positions), c.problem) for c in window]
 
     def _result(self, writer: Writer, run: Run, notes: Notes, resumed_at: int, seconds: float) -> Captured:
         backend, counts = self._backend, run.counts
         layers, problems = self._look(writer, notes)
         nonfinite, nonfinite_examples = sum(notes.nonfinite.values()), sorted(notes.nonfinite)[:_NAMED]
-        if problems:
-            warn(
-                f"{writer.path}: {many(len(problems), 'example')} of {len(writer)} {'is' if len(problems) == 1 else 'are'} empty: "
-                f"{'; '.join(map(str, problems[:3]))}{'; ...' if len(problems) > 3 else ''}",
-                code="examples-left-empty",
-            )
-        if nonfinite:
-            warn(
-                f"{writer.path}: {many(nonfinite, 'row')} with NaN or infinite values, in the examples "
-                f"{', '.join(map(str, nonfinite_examples[:5]))}{', ...' if len(nonfinite_examples) > 5 else ''}",
-                code="non-finite-captured",
-            )
         return Captured(
             path=Path(writer.path),
             format=self._output.format,
@@ -462,30 +478,30 @@ class CaptureJob:
             problems=problems,
             nonfinite=nonfinite,
             nonfinite_examples=tuple(nonfinite_examples),
-            provenance=self._arguments(),
+            provenance=self.identity(),
             estimated=False,
         )
 
     def _look(self, writer: Writer, notes: Notes) -> tuple[tuple[Layer, ...], tuple[Problem, ...]]:
         """Names of layers and problems of the finished dataset, or part, including those of earlier calls."""
-        if not len(self._range):  # a part without examples is no dataset
+        if not len(self.examples):  # a part without examples is no dataset
             return self._backend.layers, ()
         store = open_quietly(writer.path, self._output.format, "auto")
         if PROBLEM not in store.contents.column_names:
             return store.layers, tuple(Problem(number, notes.problems[number]) for number in sorted(notes.problems))
         texts = store.read_columns([PROBLEM])[PROBLEM]
         places = np.flatnonzero(texts.is_valid().to_numpy()).tolist()
-        return store.layers, tuple(Problem(self._range.start + i, str(texts[i].as_py())) for i in places)
+        return store.layers, tuple(Problem(self.examples.start + i, str(texts[i].as_py())) for i in places)
 
     # -- estimating ------------------------------------------------------------------------------------------------
 
     def estimate(self) -> Captured:
         """Predicts size and duration from all token counts, and the speed of some examples. Writes nothing."""
-        with closing(self._backend):
-            chosen = [c for window in self._windows(self._range.start) for c in (_counted(w) for w in window)]
+        with closing(self):
+            chosen = list(itertools.chain.from_iterable(self.counts()))
             lengths = np.array([c.tokens for c in chosen], np.int64)
-            rows = np.array([1 if self._inputs.choice.has_mean and c.rows else c.rows for c in chosen], np.int64)
-            creation = self._creation()
+            rows = np.array([c.rows for c in chosen], np.int64)
+            creation = self.creation()
             target = _sized_target(self._output, creation, len(chosen))
             if not target.ragged:
                 target.take_tokens(int(rows.max()))
@@ -511,17 +527,17 @@ class CaptureJob:
             problems=tuple(Problem(c.number, c.problem) for c in chosen if c.problem is not None),
             nonfinite=0,
             nonfinite_examples=(),
-            provenance=self._arguments(),
+            provenance=self.identity(),
             estimated=True,
         )
 
     def _measure(self, count: int) -> float:
         """Tokens per second of evenly spaced examples, after a first batch that is not counted; 0 if there are no more."""
         step = max(1, count // _SAMPLED)
-        rows = itertools.islice(iter(self._inputs.records), self._range.start, self._range.stop, step)
+        rows = itertools.islice(iter(self._inputs.records), self.examples.start, self.examples.stop, step)
         if self._summary.count is None:
             return 0.0
-        numbers = itertools.count(self._range.start, step)
+        numbers = itertools.count(self.examples.start, step)
         examples = [self._encodings.examples([row], number)[0] for row, number in zip(rows, numbers, strict=False)]
         window = [choose(example, self._inputs.choice) for example in examples]
         plans = list(batches(window, self._batch_tokens, pads=self._backend.pads))
@@ -538,18 +554,37 @@ class CaptureJob:
         return tokens / seconds if seconds else 0.0
 
 
+def warn_of_problems(
+    path: Path,
+    total: int,
+    empty: int,
+    problems: Sequence[Problem],
+    nonfinite: int,
+    nonfinite_examples: Sequence[int],
+) -> None:
+    """Warns of ``empty`` examples of a dataset without states, and of rows with NaN or infinite values; names the first ones."""
+    if empty:
+        warn(
+            f"{path}: {many(empty, 'example')} of {total} {'is' if empty == 1 else 'are'} empty: "
+            f"{'; '.join(map(str, problems[:3]))}{'; ...' if empty > 3 else ''}",
+            code="examples-left-empty",
+        )
+    if nonfinite:
+        warn(
+            f"{path}: {many(nonfinite, 'row')} with NaN or infinite values, in the examples "
+            f"{', '.join(map(str, nonfinite_examples[:5]))}{', ...' if len(nonfinite_examples) > 5 else ''}",
+            code="non-finite-captured",
+        )
+
+
 @dataclass(frozen=True)
-class _Counted:
+class ExampleCounts:
     """Numbers of an example, without its tokens."""
 
     number: int
     tokens: int
     rows: int
     problem: str | None
-
-
-def _counted(chosen: ChosenExample) -> _Counted:
-    return _Counted(chosen.example.number, len(chosen.example), len(chosen.positions), chosen.problem)
 
 
 def _sized_target(output: OutputSettings, creation: Mapping[str, Any], count: int | None) -> Target:
@@ -590,34 +625,3 @@ def source_of(settings: ModelSettings) -> TorchModel | None:
         if value is not None:
             raise ArgumentError(f"{name}: expected the name of a model with it, found a function")
     return None
-
-
-def layers_of(layers: Any) -> tuple[Layer, ...] | None:
-    """Checks a ``layers=`` argument: ``"all"`` or names."""
-    if isinstance(layers, str) and layers == "all":
-        return None
-    return several([one(layers)] if isinstance(layers, int | str) else layers)
-
-
-def part_of(part: Any) -> tuple[int, int] | None:
-    """Checks a ``part=`` argument: ``(i, n)`` with 0 <= i < n."""
-    if part is None:
-        return None
-    if not isinstance(part, tuple | list) or len(part) != 2:
-        raise ArgumentError(f"part: expected (i, n), found {part!r:.100}")
-    count = whole(part[1], "part", 1, 99_999)
-    return whole(part[0], "part", 0, count - 1), count
-
-
-def column_names(columns: Any) -> tuple[str, ...] | None:
-    """Checks a ``columns=`` argument: None for all, or names."""
-    if columns is None:
-        return None
-    names = (columns,) if isinstance(columns, str) else tuple(columns)
-    bad = next((name for name in names if not isinstance(name, str)), None)
-    if bad is not None:
-        raise ArgumentTypeError(f"columns: expected names, found {bad!r:.80}")
-    conflict = next((name for name in names if name in OWN_COLUMNS), None)
-    if conflict is not None:
-        raise ArgumentError(f"columns: {conflict!r} is a column that capture writes itself")
-    return names

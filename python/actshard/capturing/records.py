@@ -56,11 +56,18 @@ class RecordsSummary:
 
 
 class TextRecords:
-    """Records in their order. :meth:`summary` reads them once; an iterator can be read only once, so its summary is partial."""
+    """Records in their order. :meth:`summary` reads them once; an iterator can be read only once, so its summary is partial.
 
-    def __init__(self, begin: Callable[[], Iterable[Any]], what: str, *, once: bool = False) -> None:
+    Attributes:
+        what: what they are, for messages.
+        files: the files that they are read from; none if they are in memory.
+    """
+
+    def __init__(
+        self, begin: Callable[[], Iterable[Any]], what: str, *, once: bool = False, files: Sequence[Path] = ()
+    ) -> None:
         self._begin = begin
-        self.what = what
+        self.what, self.files = what, tuple(files)
         self._iterator = iter(begin()) if once else None
         self._first: list[Row] = []
         self._summary: RecordsSummary | None = None
@@ -211,7 +218,7 @@ def records_of(texts: Any) -> TextRecords:
 def _of_files(names: list[str]) -> TextRecords:
     files = [Path(file) for name in names for file in _files(name)]
     shown = str(files[0]) if len(files) == 1 else many(len(files), "file")
-    return TextRecords(lambda: itertools.chain.from_iterable(_records(file) for file in files), shown)
+    return TextRecords(lambda: itertools.chain.from_iterable(_records(file) for file in files), shown, files=files)
 
 
 def _files(name: str) -> list[str]:

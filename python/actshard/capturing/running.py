@@ -166,7 +166,7 @@ class Run:
         return memory, memory[:size].view(self._backend.dtype).reshape(rows, self._backend.width)
 
     def _rows_of(self, chosen: ChosenExample) -> int:
-        return len(chosen.positions) if not self._choice.has_mean else min(len(chosen.positions), 1)
+        return self._choice.row_count(chosen.positions)
 
     def _batch(self, window: Sequence[ChosenExample], indices: Sequence[int]) -> PaddedBatch:
         members = [window[i] for i in indices]

@@ -101,6 +101,18 @@ def load_tokenizer(name: str, revision: str | None) -> Any:
         ) from error
 
 
+def named_tokenizer(name: str) -> Any:
+    """Loads a tokenizer with transformers, which also reads names of the hub and chat templates; else returns the name."""
+    try:
+        import transformers
+    except ImportError:
+        return name
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return name
+
+
 def _transformers() -> Any:
     try:
         import torch  # noqa: F401 -- transformers is importable without it

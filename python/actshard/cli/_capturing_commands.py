@@ -8,7 +8,6 @@ import typer
 
 from actshard.cli._options import JsonOption, PadOption, QuietOption, ShardBytes, TargetOptions, layers_option
 from actshard.cli._output import output
-from actshard.errors import ArgumentError
 from actshard.formats import registry
 
 ModelArgument = Annotated[
@@ -88,12 +87,34 @@ ModelOptions = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE", help="Argument of from_pretrained, such as dtype=bfloat16. Repeatable."),
 ]
+VllmFolder = Annotated[
+    str,
+    typer.Option(
+        metavar="DIR",
+        help="Make a dataset of vLLM's request files in DIR: `actshard capture --from-vllm DIR OUT`.",
+        show_default=False,
+    ),
+]
+FollowOption = Annotated[
+    bool, typer.Option("--follow", help="vLLM: wait for further files, until Ctrl-C or --idle; --resume continues.")
+]
+IdleOption = Annotated[
+    float | None,
+    typer.Option(min=0, help="vLLM: seconds without a new file after which --follow ends.", show_default=False),
+]
+IncompleteOption = Annotated[
+    str,
+    typer.Option(
+        help="vLLM: files that are truncated or being written at the end: wait, which leaves the dataset unfinished, or skip."
+    ),
+]
+DeleteOption = Annotated[bool, typer.Option("--delete", help="vLLM: delete request files that are committed.")]
 
 
 def capture_command(
     model: ModelArgument,
-    texts: TextsArgument,
-    out: FolderArgument,
+    texts: TextsArgument = "",
+    out: FolderArgument = "",
     to: CaptureFormat = registry.DEFAULT_FORMAT,
     layers: CaptureLayers = "",
     tokens: CaptureTokens = "all",
@@ -116,6 +137,11 @@ def capture_command(
     pad: PadOption = False,
     shard_bytes: ShardBytes = "",
     option: TargetOptions = None,
+    from_vllm: VllmFolder = "",
+    follow: FollowOption = False,
+    idle: IdleOption = None,
+    incomplete: IncompleteOption = "wait",
+    delete: DeleteOption = False,
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -123,14 +149,28 @@ def capture_command(
 
     Exit status: 0 success, 1 examples were left empty or values are not finite, 3 could not run.
     """
+    from actshard.capturing.transformers_models import named_tokenizer
     from actshard.cli import capture as verb
-    from actshard.cli.convert import columns_named, options_named
+    from actshard.cli.convert import options_named
 
-    if on_nonfinite not in ("refuse", "count"):
-        raise ArgumentError(f"on_nonfinite: expected refuse or count, found {on_nonfinite!r:.80}")
-    chosen = columns_named(columns)
-    if isinstance(chosen, dict):
-        raise ArgumentError("columns: expected names; columns are not renamed")
+    if from_vllm:
+        fold = verb.fold(
+            from_vllm,
+            [model, texts, out],
+            to,
+            quiet=quiet or json,
+            layers=verb.layers_named(layers),
+            dtype=dtype or None,
+            follow=follow,
+            idle=idle,
+            incomplete=incomplete,
+            resume=resume,
+            delete=delete,
+            options=options_named(option or [], "the target format"),
+        )
+        output(json, fold.as_dict, lambda: verb.show_fold(fold))
+        raise typer.Exit(verb.fold_status(fold))
+    verb.check_places(texts, out)
     result = verb.run(
         verb.model_named(model),
         texts,
@@ -140,15 +180,15 @@ def capture_command(
         layers=verb.layers_named(layers),
         tokens=verb.tokens_named(tokens),
         dtype=dtype or None,
-        tokenizer=verb.tokenizer_named(tokenizer),
+        tokenizer=named_tokenizer(tokenizer) if tokenizer else None,
         text=text or None,
-        columns=chosen,
+        columns=verb.columns_chosen(columns),
         max_tokens=max_tokens,
         truncate=truncate,
         special_tokens=special_tokens,
         batch_tokens=batch_tokens,
         memory=memory,
-        on_nonfinite=on_nonfinite,
+        on_nonfinite=verb.nonfinite_named(on_nonfinite),
         estimate=estimate,
         resume=resume,
         part=verb.part_named(part),

@@ -1,4 +1,4 @@
-"""``actshard plan convert | verify | stats | tokenize | merge | stage``: plans that divide these commands into tasks."""
+"""``actshard plan capture | convert | verify | stats | tokenize | merge | stage``: plans that divide these commands into tasks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,24 @@ import typer
 import actshard
 from actshard import formats
 from actshard.cli._app import Commands, about
+from actshard.cli._capturing_commands import (
+    CaptureColumns,
+    CaptureDtype,
+    CaptureLayers,
+    CaptureTokenizer,
+    CaptureTokens,
+    CutOption,
+    DeviceOption,
+    HostMemory,
+    MaxTokens,
+    ModelArgument,
+    ModelOptions,
+    NonfiniteOption,
+    RevisionOption,
+    SpecialTokens,
+    TextColumn,
+    TextsArgument,
+)
 from actshard.cli._options import (
     CacheLayout,
     CacheStorage,
@@ -48,6 +66,7 @@ from actshard.cli._options import (
     WorkFolder,
 )
 from actshard.cli._output import output
+from actshard.formats import registry
 
 plan_app = typer.Typer(
     cls=Commands,
@@ -68,6 +87,69 @@ def _write_plan(plan: Any, file: str, replace: bool, no_measure: bool, json: boo
     path = verb.save(plan, file, replace)
     summary = verb.PlanSummary.of(plan, path, "--no-measure" if no_measure else verb.rate(plan, quiet=json))
     output(json, summary.as_dict, lambda: verb.show(summary))
+
+
+@plan_app.command("capture", **about("plan capture"))
+def plan_capture_command(
+    model: ModelArgument,
+    texts: TextsArgument,
+    target: Annotated[
+        str, typer.Argument(help="The folder to create, on a file system that all machines share.", show_default=False)
+    ],
+    to: Annotated[str, typer.Option(help="Format: one whose parts can be merged.")] = registry.DEFAULT_OF_PARTS,
+    tasks: TasksOption = _TASKS,
+    out: PlanFile = _FILE,
+    layers: CaptureLayers = "",
+    tokens: CaptureTokens = "all",
+    dtype: CaptureDtype = "",
+    tokenizer: CaptureTokenizer = "",
+    text: TextColumn = "",
+    columns: CaptureColumns = "",
+    max_tokens: MaxTokens = None,
+    truncate: CutOption = False,
+    special_tokens: SpecialTokens = True,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Token positions per batch.")] = 16_384,
+    memory: HostMemory = "2GiB",
+    on_nonfinite: NonfiniteOption = "refuse",
+    revision: RevisionOption = "",
+    device: DeviceOption = "",
+    model_option: ModelOptions = None,
+    pad: PadOption = False,
+    shard_bytes: ShardBytes = "",
+    option: FormatOptionsOfPlan = None,
+    replace: ReplacePlan = False,
+    json: JsonOption = False,
+) -> None:
+    """Plan a capture. Tasks are balanced by tokens, and compute the same batches for any number of tasks."""
+    from actshard.cli import capture as verb
+    from actshard.cli.convert import options_named
+
+    plan = actshard.plan.capture(
+        model,
+        texts,
+        target,
+        to,
+        tasks=tasks,
+        layers=verb.layers_named(layers),
+        tokens=verb.tokens_named(tokens),
+        dtype=dtype or None,
+        tokenizer=tokenizer or None,
+        text=text or None,
+        columns=verb.columns_chosen(columns),
+        max_tokens=max_tokens,
+        truncate=truncate,
+        special_tokens=special_tokens,
+        batch_tokens=batch_tokens,
+        memory=memory,
+        on_nonfinite=verb.nonfinite_named(on_nonfinite),
+        revision=revision or None,
+        device=device or None,
+        model_options=options_named(model_option or [], "the model", short=False) or None,
+        pad=pad,
+        shard_bytes=shard_bytes or None,
+        options=options_named(option or [], "the target format", short=False),
+    )
+    _write_plan(plan, out, replace, False, json)
 
 
 @plan_app.command("convert", **about("plan convert"))

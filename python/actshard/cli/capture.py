@@ -6,21 +6,26 @@ import importlib
 import os
 import re
 import sys
+import time
 from typing import Any
 
 import typer
 
 import actshard
 from actshard._arguments import many
+from actshard.capturing.running import OnNonfinite
 from actshard.cli._app import FINE, WARNINGS
 from actshard.cli._format import duration, size
 from actshard.cli._layers import several
 from actshard.cli._progress import progress
+from actshard.compat import vllm
+from actshard.compat.vllm import Fold
 from actshard.errors import ArgumentError
 from actshard.layers import Layer, listing
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RANGE = re.compile(r"(\d{1,6})(?:-|\.\.)(\d{1,6})")
+_TOLD_SECONDS = 60.0
 _SHOWN = 5
 """Examples with problems that are printed."""
 
@@ -56,18 +61,21 @@ def tokens_named(words: str) -> str | list[int]:
     return [int(word) for word in positions] if all(re.fullmatch(r"-?\d{1,9}", word) for word in positions) else words
 
 
-def tokenizer_named(words: str) -> Any:
-    """Loads a tokenizer with transformers, which also reads names of the hub and chat templates; else by its tokenizer.json."""
-    if not words:
-        return None
-    try:
-        import transformers
-    except ImportError:
-        return words
-    try:
-        return transformers.AutoTokenizer.from_pretrained(words)
-    except (OSError, ValueError):
-        return words
+def columns_chosen(words: str) -> list[str] | None:
+    """Parses ``--columns``: names."""
+    from actshard.cli.convert import columns_named
+
+    columns = columns_named(words)
+    if isinstance(columns, dict):
+        raise ArgumentError("columns: expected names; columns are not renamed")
+    return columns
+
+
+def nonfinite_named(words: str) -> OnNonfinite:
+    """Parses ``--on-nonfinite``."""
+    if words not in ("refuse", "count"):
+        raise ArgumentError(f"on_nonfinite: expected refuse or count, found {words!r:.80}")
+    return words
 
 
 def part_named(words: str) -> tuple[int, int] | None:
@@ -83,6 +91,53 @@ def part_named(words: str) -> tuple[int, int] | None:
     if match is None:
         raise ArgumentError(f"part: expected I/N, such as 0/4, or auto, found {words!r:.80}")
     return int(match[1]), int(match[2])
+
+
+def check_places(texts: str, out: str) -> None:
+    """Raises ArgumentError without texts and a folder: they are optional with ``--from-vllm`` only."""
+    if not out:
+        raise ArgumentError(f"expected MODEL TEXTS OUT, found no {'OUT' if texts else 'TEXTS and OUT'}")
+
+
+def fold(requests: str, places: list[str], to: str, *, quiet: bool, layers: list[Layer] | str, **options: Any) -> Fold:
+    """Folds vLLM's request files, and prints a line a minute. ``places``: the arguments, one of which is the folder to create."""
+    out, *others = places
+    if any(others):
+        raise ArgumentError(
+            f"--from-vllm DIR: expected one argument, the folder to create, found also {others[0]!r:.200}"
+        )
+    told = time.monotonic()
+
+    def tell(state: Fold) -> None:
+        nonlocal told
+        if not quiet and time.monotonic() - told >= _TOLD_SECONDS:
+            told = time.monotonic()
+            typer.echo(f"{many(state.examples, 'request')}, {len(state.leftovers)} not whole", err=True)
+
+    names = None if isinstance(layers, str) else layers
+    return vllm.fold(requests, out, to, layers=names, progress=tell, **options)
+
+
+def fold_status(fold: Fold) -> int:
+    """1 if files are not in the dataset, or it is unfinished."""
+    return WARNINGS if fold.leftovers or not fold.finished else FINE
+
+
+def show_fold(fold: Fold) -> None:
+    """Prints what was folded, and which files were not."""
+    earlier = f", {many(fold.resumed_at, 'example')} by earlier runs" if fold.resumed_at else ""
+    state = (
+        ""
+        if fold.finished
+        else "; unfinished: --resume continues, and --incomplete skip finishes it without other files"
+    )
+    typer.echo(f"{fold.path}: {many(fold.examples, 'request')}{earlier}{state}")
+    if fold.leftovers:
+        typer.echo(f"  {many(len(fold.leftovers), 'file')} not in the dataset:")
+        for leftover in fold.leftovers[:_SHOWN]:
+            typer.echo(f"    {leftover}")
+        if len(fold.leftovers) > _SHOWN:
+            typer.echo(f"    and {len(fold.leftovers) - _SHOWN} more")
 
 
 def run(model: Any, texts: str, out: str, to: str, *, quiet: bool, **options: Any) -> actshard.Captured:

@@ -103,6 +103,8 @@ def of_tokens() -> tuple[str, ...]:
 
 DEFAULT_FORMAT = "safetensors"
 """The format of a capture, unless the caller names one: it stores every dtype and every name of a layer, and needs no actshard."""
+DEFAULT_OF_PARTS = "zarr"
+"""The format of a capture in parts, unless the caller names one: the parts of plain files cannot be merged."""
 
 
 def written() -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from actshard.plan.data import Predicted
 from actshard.plan.plan import Plan, Status, load
 
 if TYPE_CHECKING:
+    from actshard.plan.capturing import capture
     from actshard.plan.converting import convert
     from actshard.plan.creating import create
     from actshard.plan.merging import merge
@@ -25,9 +26,23 @@ if TYPE_CHECKING:
     from actshard.plan.tokenizing import tokenize
     from actshard.plan.verifying import verify
 
-__all__ = ["Plan", "Predicted", "Status", "convert", "create", "load", "merge", "stage", "stats", "tokenize", "verify"]
+__all__ = [
+    "Plan",
+    "Predicted",
+    "Status",
+    "capture",
+    "convert",
+    "create",
+    "load",
+    "merge",
+    "stage",
+    "stats",
+    "tokenize",
+    "verify",
+]
 
 _MAKERS = {
+    "capture": "capturing",
     "convert": "converting",
     "create": "creating",
     "merge": "merging",

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -48,7 +48,7 @@ from actshard.plan.book import BEAT_SECONDS, remove_work_folders, work_folder
 from actshard.plan.checking import ExamplesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
-from actshard.plan.verb import Beat, Result, Verb
+from actshard.plan.verb import Beat, Opened, Result, Verb
 from actshard.request import Request
 from actshard.work import PARTS, look, remove
 from actshard.writing import Writer
@@ -134,7 +134,7 @@ def create(
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
     root = _arguments.local_path(path)
-    _check_format(format)
+    check_format(format)
     tasks = _arguments.whole(tasks, "tasks", 1, MOST_TASKS)
     n = _arguments.whole(num_examples, "num_examples", 1, (1 << 62) - 1)
     settings: dict[str, Any] = {
@@ -148,24 +148,16 @@ def create(
     }
     parts = min(tasks, n)
     target = make_target(root, format, num_examples=n, part=(0, parts), whole=n, **settings)
-    spec = target.spec
-    arguments = CreateArguments(
+    arguments = CreateArguments.of(
         root,
-        format,
-        spec.layers,
-        spec.d_model,
+        target,
         n,
-        None if spec.dtype is None else str(spec.dtype),
-        spec.metadata,
-        spec.tokens,
-        spec.shard_bytes,
-        spec.options,
-        _arguments.switch(pad, "pad"),
-        _arguments.switch(truncate, "truncate"),
-        overflow,
-        None if capture is None else _name_of(capture),
+        pad=_arguments.switch(pad, "pad"),
+        truncate=_arguments.switch(truncate, "truncate"),
+        overflow=overflow,
+        capture=None if capture is None else function_name(capture, "capture"),
     )
-    borders = _borders(n, target)
+    borders = borders_of(n, target)
     bounds = _bounds(n, parts, borders)
     predicted, notes, task_bytes = _predict(arguments, bounds, borders)
     notes = [*fewer(parts, tasks, f"there {'is' if n == 1 else 'are'} {many(n, 'example')}"), *notes]
@@ -180,14 +172,7 @@ def create(
     plan = CreatePlan(
         "create", json_values(arguments), (), tuple(json_values(plan_tasks)), predicted, work_path, tuple(notes)
     )
-    with boundary(root, "plan an extraction to"):
-        if not plan.book.exists():
-            target.plan = plan.work
-            try:
-                _refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
-            except ActshardError:
-                if not plan.book.exists():  # otherwise another process has just started this plan
-                    raise
+    refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
     return plan
 
 
@@ -210,8 +195,39 @@ class CreateArguments:
     overflow: _arguments.Overflow
     capture: str | None
 
+    @classmethod
+    def of(
+        cls,
+        root: Path,
+        target: Target,
+        num_examples: int,
+        *,
+        pad: bool = False,
+        truncate: bool = False,
+        overflow: _arguments.Overflow = "refuse",
+        capture: str | None = None,
+    ) -> Self:
+        """The arguments of the dataset at ``root``, of which ``target`` is a part."""
+        spec = target.spec
+        return cls(
+            root,
+            target.format,
+            spec.layers,
+            spec.d_model,
+            num_examples,
+            None if spec.dtype is None else str(spec.dtype),
+            spec.metadata,
+            spec.tokens,
+            spec.shard_bytes,
+            spec.options,
+            pad,
+            truncate,
+            overflow,
+            capture,
+        )
 
-def _check_format(format: str) -> None:
+
+def check_format(format: str) -> None:
     """Raises ArgumentError for a format whose parts cannot be merged."""
     written = formats.written()
     mergeable = [name for name in written if formats.get(name).merger() is not None]
@@ -222,7 +238,7 @@ def _check_format(format: str) -> None:
         )
 
 
-def _borders(n: int, target: Target) -> NDArray[np.int64] | None:
+def borders_of(n: int, target: Target) -> NDArray[np.int64] | None:
     """First examples of the shards; None if the number of examples per shard is unknown."""
     if target.ragged or target.tokens is None or n > _MOST_LISTED:
         return None
@@ -239,6 +255,19 @@ def _bounds(n: int, tasks: int, borders: NDArray[np.int64] | None) -> list[int]:
         return equal
     border_bounds = [int(borders[k * len(borders) // tasks]) for k in range(tasks)] + [n]
     return border_bounds if max(np.diff(border_bounds)) <= _EVEN * n / tasks else equal
+
+
+def refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
+    """Raises ExistsError, UnfinishedError or DiskFullError if the dataset cannot be written, before a model computes anything."""
+    with boundary(plan.path, "plan an extraction to"):
+        if plan.book.exists():
+            return
+        target.plan = plan.work
+        try:
+            _refuse_others(plan, target, exist_ok)
+        except ActshardError:
+            if not plan.book.exists():  # otherwise another process has just started this plan
+                raise
 
 
 def _refuse_others(plan: CreatePlan, target: Target, exist_ok: bool) -> None:
@@ -272,28 +301,49 @@ def _predict(
     sizes = []
     counts = np.diff(bounds).tolist()
     for count in [*dict.fromkeys(counts), bounds[-1]]:
-        target = _target(arguments, None, count, (0, len(counts)))
+        target = target_of(arguments, None, count, (0, len(counts)))
         if target.dtype is None:
             target.dtype = np.dtype(np.float32)
         target.take_tokens(tokens or 2)
         sizes.append(_estimate(target, count, target.tokens or tokens or 1))
     estimates = dict(zip(dict.fromkeys(counts), sizes[:-1], strict=True))
-    merger = formats.get(arguments.format).merger()
-    assert merger is not None
-    files, size = merger.predicted([estimates[count] for count in counts], sizes[-1])
-    files += 1  # the record of the request; bytes are those of rows
-    task_bytes = [estimates[count][2] for count in counts]
     process_memory = process.writing(arguments.format, __name__)
     rows = max(counts) * (tokens or 1 << 62) * len(target.spec.layers) * target.row_bytes
     memory = process_memory + write_memory(target, rows)
+    parts = [estimates[count] for count in counts]
+    return predicted_of(arguments, bounds, borders, parts, sizes[-1], 0, memory), notes, [size for *_, size in parts]
+
+
+def predicted_of(
+    arguments: CreateArguments,
+    bounds: Sequence[int],
+    borders: NDArray[np.int64] | None,
+    parts: Sequence[tuple[int, int, int]],
+    total: tuple[int, int, int],
+    read: int,
+    memory: int,
+) -> Predicted:
+    """The prediction of a plan from those of its parts, as (shards, files, bytes).
+
+    Args:
+        arguments: the dataset.
+        bounds: first examples of the parts, and the end of the last.
+        borders: first examples of the dataset's shards; None if they are unknown.
+        parts: of each part.
+        total: of a dataset that has all examples and is written at once.
+        read: bytes that the tasks read.
+        memory: bytes of memory of a task.
+    """
+    merger = formats.get(arguments.format).merger()
+    assert merger is not None
+    files, size = merger.predicted(parts, total)
     shards = set() if borders is None else {*borders.tolist()}
     copied = sum(
-        count
-        for first, count in zip(bounds[:-1], task_bytes, strict=True)
-        if borders is not None and first not in shards
+        part[2] for first, part in zip(bounds[:-1], parts, strict=True) if borders is not None and first not in shards
     )
-    # At most the size of the result: saev's shards have their full (sparse) size in each part, but no row is copied twice.
-    return Predicted(size, files, 0, memory, min(copied, size)), notes, task_bytes
+    # The record of the request is a file, too; bytes are those of rows. At most the size of the result is copied: saev's shards
+    # have their full (sparse) size in each part, but no row is copied twice.
+    return Predicted(size, files + 1, read, memory, min(copied, size))
 
 
 def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
@@ -305,7 +355,8 @@ def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
     return all_shards, all_shards + files - shards, -(-size * count // _ESTIMATED)
 
 
-def _target(arguments: CreateArguments, work: Path | None, count: int, part: tuple[int, int] | None) -> Target:
+def target_of(arguments: CreateArguments, work: Path | None, count: int, part: tuple[int, int] | None) -> Target:
+    """The target of ``count`` examples: of a part of a plan with the folder ``work``, or of the whole dataset."""
     names = ("layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
     settings = {name: getattr(arguments, name) for name in names}
     settings |= {"num_examples": count, "part": part, "whole": arguments.num_examples}
@@ -314,26 +365,26 @@ def _target(arguments: CreateArguments, work: Path | None, count: int, part: tup
     return target
 
 
-def _name_of(capture: Any) -> str:
-    """Returns a capture's name ``module:function``."""
-    if isinstance(capture, str):
-        module, _, function = capture.partition(":")
-        if not all(word.isidentifier() for word in [*module.split("."), *function.split(".")]):
-            raise ArgumentError(f'capture: expected "module:function", found {capture!r:.100}')
-        return capture
-    module_name, name = getattr(capture, "__module__", None), getattr(capture, "__qualname__", None)
-    if not callable(capture) or not isinstance(module_name, str) or not isinstance(name, str):
-        raise ArgumentError(f'capture: expected a function, or "module:function", found {capture!r:.100}')
+def function_name(function: Any, what: str) -> str:
+    """Returns the name ``module:function`` of the argument ``what``, which other processes can import."""
+    if isinstance(function, str):
+        module, _, path = function.partition(":")
+        if not all(word.isidentifier() for word in [*module.split("."), *path.split(".")]):
+            raise ArgumentError(f'{what}: expected "module:function", found {function!r:.100}')
+        return function
+    module_name, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not callable(function) or not isinstance(module_name, str) or not isinstance(name, str):
+        raise ArgumentError(f'{what}: expected a function, or "module:function", found {function!r:.100}')
     if module_name == "__main__" or "<" in name:
         raise ArgumentError(
-            f"capture: expected a function that other processes can import, found {name} of {module_name}: define it with def in "
+            f"{what}: expected a function that other processes can import, found {name} of {module_name}: define it with def in "
             "an importable module"
         )
     return f"{module_name}:{name}"
 
 
-def _function(name: str) -> Computes:
-    """Imports the function with a name ``module:function``."""
+def import_function(name: str, what: str) -> Callable[..., Any]:
+    """Imports the function with a name ``module:function``, the argument ``what``."""
     module, _, path = name.partition(":")
     try:
         attribute: Any = importlib.import_module(module)
@@ -341,21 +392,30 @@ def _function(name: str) -> Computes:
             attribute = getattr(attribute, part)
     except (ImportError, AttributeError) as error:
         raise ArgumentError(
-            f"capture: cannot import {name!r}: {error}. Engines look in PYTHONPATH and in the installed packages."
+            f"{what}: cannot import {name!r}: {error}. Engines look in PYTHONPATH and in the installed packages."
         ) from error
     if not callable(attribute):
-        raise ArgumentError(f"capture: expected a function, found {type(attribute).__name__} {name!r}")
-    capture: Computes = attribute
-    return capture
+        raise ArgumentError(f"{what}: expected a function, found {type(attribute).__name__} {name!r}")
+    function: Callable[..., Any] = attribute
+    return function
 
 
 class CreatePlan(Plan):
     """A plan of :func:`create`: tasks are ranges of examples, which your script or ``capture`` computes and writes."""
 
     @property
+    def computes(self) -> Mapping[str, Any] | None:
+        """What determines the computed values, for the record of the request; None: unknown. Internal."""
+        return None
+
+    @property
     def path(self) -> Path:
         """The dataset's folder."""
-        return self.arguments_as(CreateArguments).path
+        return self.creation().path
+
+    def creation(self, path: Path | None = None) -> CreateArguments:
+        """The dataset to create. Raises FormatError for other values; ``path`` is the plan's file, for messages. Internal."""
+        return self.arguments_as(CreateArguments, path)
 
     def examples(self, task: int) -> range:
         """Returns a task's examples, as numbers in the whole dataset.
@@ -387,7 +447,7 @@ class CreatePlan(Plan):
             ArgumentError: the plan has no ``capture``.
             Others: as :meth:`actshard.plan.Plan.run`, and LockedError if another process is running this task.
         """
-        if self.arguments_as(CreateArguments).capture is None:
+        if self.creation().capture is None:
             raise ArgumentError(
                 f"this plan has no capture=, which computes activations: use plan.writer({task}) in your script, or make the "
                 'plan with capture="module:function"'
@@ -410,10 +470,10 @@ class TaskWriter(Writer):
         self._tell = tell
         self._began = self._told_at = time.monotonic()
         self._attempt: Path | None = None
-        arguments = plan.arguments_as(CreateArguments)
-        target = _target(arguments, plan.work, len(self.examples), (task, len(plan)))
+        arguments = plan.creation()
+        target = target_of(arguments, plan.work, len(self.examples), (task, len(plan)))
         fitting = {name: getattr(arguments, name) for name in _FITTING}
-        target.request = creation_record(target, **fitting)
+        target.request = creation_record(target, capture=plan.computes, **fitting)
         super().__init__(target, resume=True, exist_ok=True, **fitting)
 
     @property
@@ -500,20 +560,21 @@ class TaskWriter(Writer):
             self._plan.book.failed(self.task, error)
 
 
-class Creating(Verb[None]):
+class Creating(Verb[Opened]):
     """Runs the tasks of an extraction with a ``capture``, and merges their parts."""
 
     name = "create"
     undivided = "the time depends on the model, which is not run for a measurement"
 
     def check_plan(self, plan: Planned, path: Path) -> None:
-        """Raises FormatError for arguments or tasks that :func:`create` does not make."""
-        arguments = plan.arguments_as(CreateArguments, path)
+        """Raises FormatError for arguments or tasks that the planner does not make."""
+        assert isinstance(plan, CreatePlan)
+        arguments = plan.creation(path)
         try:
-            _check_format(arguments.format)
-            _target(arguments, None, 1, (0, len(plan)))
+            check_format(arguments.format)
+            target_of(arguments, None, 1, (0, len(plan)))
             if arguments.capture is not None:
-                _name_of(arguments.capture)
+                function_name(arguments.capture, "capture")
         except (ArgumentError, DtypeError, LookupError, TypeError, ValueError, AttributeError) as error:
             why = error.detail if isinstance(error, ActshardError) else repr(error)
             raise FormatError(f"field 'arguments': expected those of an extraction: {why}", path=path) from error
@@ -529,7 +590,7 @@ class Creating(Verb[None]):
     def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
         """Runs the task's capture."""
         assert isinstance(plan, CreatePlan)
-        function = _function(str(plan.arguments_as(CreateArguments).capture))
+        function: Computes = import_function(str(plan.creation().capture), "capture")
         writer = TaskWriter(plan, task, tell)
         with writer:
             if not writer.complete and writer.left:  # empty if a run was killed after the last example
@@ -538,21 +599,21 @@ class Creating(Verb[None]):
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> Path:
         """Merges the parts; returns the dataset's path."""
-        root = plan.arguments_as(CreateArguments).path
         if (dataset := self.committed(plan)) is not None:
             return dataset
+        assert isinstance(plan, CreatePlan)
         counts = tuple(task.examples.end - task.examples.first for task in plan.tasks_as(ExamplesTask))
         return run_merge(
-            root, MergeRequest(None, physical=False, different_models=False, plan=plan.work, counts=counts)
+            plan.path, MergeRequest(None, physical=False, different_models=False, plan=plan.work, counts=counts)
         )
 
     def committed(self, plan: Planned) -> Path | None:
         """The finished dataset with the plan's examples, layers, types and metadata."""
-        arguments = plan.arguments_as(CreateArguments)
-        root, format = arguments.path, arguments.format
+        assert isinstance(plan, CreatePlan)
+        root, format = plan.path, plan.creation().format
         if not root.is_dir() or {"parts", "merging"} & set(look(root).kinds()):
             return None
-        request = _request(arguments)
+        request = _request(plan)
         if not formats.get(format).target().names_itself:
             if not is_finished(root, format):
                 return None
@@ -567,11 +628,13 @@ class Creating(Verb[None]):
 
     def after(self, plan: Planned) -> None:
         """Removes the folder of working folders if it is empty."""
-        remove_work_folders(plan.arguments_as(CreateArguments).path)
+        assert isinstance(plan, CreatePlan)
+        remove_work_folders(plan.path)
 
 
-def _request(arguments: CreateArguments) -> Request:
+def _request(plan: CreatePlan) -> Request:
     """The request for the whole dataset: as if one writer had created it."""
-    target = _target(arguments, None, arguments.num_examples, None)
-    request = creation_record(target, **{name: getattr(arguments, name) for name in _FITTING})
-    return request.without_part(arguments.num_examples)
+    arguments = plan.creation()
+    target = target_of(arguments, None, arguments.num_examples, None)
+    fitting = {name: getattr(arguments, name) for name in _FITTING}
+    return creation_record(target, capture=plan.computes, **fitting).without_part(arguments.num_examples)

@@ -24,6 +24,7 @@ VERSION = 1
 VERBS: dict[str, str] = {
     "convert": "actshard.plan.converting:Converting",
     "create": "actshard.plan.creating:Creating",
+    "capture": "actshard.plan.capturing:Capturing",
     "stats": "actshard.plan.summing:Summing",
     "tokenize": "actshard.plan.tokenizing:Tokenizing",
     "verify": "actshard.plan.verifying:Verifying",
@@ -33,6 +34,7 @@ VERBS: dict[str, str] = {
 """The kinds of plans, and where they are implemented."""
 PLANS: dict[str, str] = {
     "create": "actshard.plan.creating:CreatePlan",
+    "capture": "actshard.plan.capturing:CapturePlan",
 }
 """The kinds whose plans have additional methods, and where their classes are."""
 
@@ -65,7 +67,7 @@ class Planned:
     """Work on a dataset, divided into tasks: the data of a :class:`~actshard.plan.Plan`.
 
     Attributes:
-        verb: ``"convert"``, ``"verify"``, ``"stats"``, ``"tokenize"``, ``"merge"``, ``"stage"`` or ``"create"``.
+        verb: ``"convert"``, ``"verify"``, ``"stats"``, ``"tokenize"``, ``"merge"``, ``"stage"``, ``"create"`` or ``"capture"``.
         arguments: the arguments of the planning function, as JSON values; paths are absolute.
         inputs: input files: name, size and version (modification time, or ETag). :meth:`commit` raises an error if one has
             changed. Of more than 4,096 files, evenly spaced ones.

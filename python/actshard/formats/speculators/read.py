@@ -246,7 +246,11 @@ def _missing_rows(path: Location) -> list[Remark]:
 
 def _open_requests(path: Location, options: Options) -> Contents:
     """Opens vLLM's request files, in the order of their names. Their token ids are the column ``input_ids``."""
-    paths = [path / entry.name for entry in path.entries("*.safetensors")]
+    return contents_of_requests(path, [path / entry.name for entry in path.entries("*.safetensors")], options)
+
+
+def contents_of_requests(path: Location, paths: Sequence[Location], options: Options) -> Contents:
+    """The contents of some request files of a folder, in this order."""
     states = all_states(paths, lambda number: None, "file")
     states.warnings.extend(_missing_rows(path))
     tokens = np.array([1 if file is None else file.tokens for file in states.files], np.uint32)
