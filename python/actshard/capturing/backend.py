@@ -70,11 +70,11 @@ class BatchRows:
 class TorchModule(Protocol):
     """A ``torch.nn.Module``, by what distinguishes it from a function."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Computes."""
         ...
 
-    def named_modules(self) -> Any:
+    def named_modules(self) -> object:
         """Its modules by name."""
         ...
 
@@ -103,7 +103,7 @@ class Backend(Protocol):
 
     layers: tuple[Layer, ...]
     width: int
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     provenance: Mapping[str, Any]
     pads: bool
     most_tokens: int | None
@@ -127,7 +127,7 @@ class Backend(Protocol):
         ...
 
 
-def finite_rows(rows: NDArray[Any]) -> NDArray[np.bool_]:
+def finite_rows(rows: NDArray[np.generic]) -> NDArray[np.bool_]:
     """``(n,)`` bool: rows without NaN and infinite values, ``(n, d)``."""
     with np.errstate(over="ignore", invalid="ignore"):
         # A sum costs a fifth of looking at each value. It is finite only if all values are.

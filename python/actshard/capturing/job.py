@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +47,10 @@ from actshard.writing.creating import make_target, open_writer
 from actshard.writing.existing import complete_at
 
 if TYPE_CHECKING:
+    import os
+
+    import torch
+
     from actshard.capturing.hooks import TorchModel
 
 _WINDOWS_IN_MEMORY = 4
@@ -63,7 +67,7 @@ class ModelSettings:
 
     model: Any
     revision: str | None
-    device: Any
+    device: torch.device | str | int | None
     options: Mapping[str, Any] | None
     layers: tuple[Layer, ...] | None
     dtype: DTypeLike | None
@@ -74,7 +78,7 @@ class InputSettings:
     """The texts and how they are encoded."""
 
     records: TextRecords
-    tokenizer: Any
+    tokenizer: object
     text: str | None
     columns: Sequence[str] | None
     special_tokens: bool
@@ -87,9 +91,9 @@ class InputSettings:
 class OutputSettings:
     """The dataset: arguments of :func:`actshard.create`."""
 
-    path: Any
+    path: str | os.PathLike[str]
     format: str
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, object]
     part: tuple[int, int] | None
     resume: bool
     create: Mapping[str, Any]
@@ -293,7 +297,7 @@ class CaptureJob:
                 raise
         return self._result(writer, run, notes, resumed_at, time.monotonic() - began)
 
-    def _refuse_empty(self, creation: Mapping[str, Any]) -> None:
+    def _refuse_empty(self, creation: Mapping[str, object]) -> None:
         """Raises ArgumentError for an empty example that the format cannot store, before anything is computed.
 
         Padding alone would make zeros of it: the format needs the column with the reason, too.
@@ -390,7 +394,7 @@ class CaptureJob:
         states: WindowStates,
         window: Sequence[ChosenExample],
         skipped: int,
-        columns: Callable[[Sequence[ChosenExample]], dict[str, Any]],
+        columns: Callable[[Sequence[ChosenExample]], dict[str, object]],
     ) -> Filled:
         """Waits for the states of a window, whose first ``skipped`` examples are committed, and notes its problems."""
         rows = states.wait()
@@ -401,7 +405,9 @@ class CaptureJob:
         )
         return Filled(rows[skipped:], columns(window) or None, states.release)
 
-    def _columns_function(self, allowed: Callable[[str], bool]) -> Callable[[Sequence[ChosenExample]], dict[str, Any]]:
+    def _columns_function(
+        self, allowed: Callable[[str], bool]
+    ) -> Callable[[Sequence[ChosenExample]], dict[str, object]]:
         return partial(
             columns_of,
             choice=self._inputs.choice,
@@ -592,14 +598,14 @@ def source_of(settings: ModelSettings) -> TorchModel | None:
     return None
 
 
-def layers_of(layers: Any) -> tuple[Layer, ...] | None:
+def layers_of(layers: object) -> tuple[Layer, ...] | None:
     """Checks a ``layers=`` argument: ``"all"`` or names."""
     if isinstance(layers, str) and layers == "all":
         return None
     return several([one(layers)] if isinstance(layers, int | str) else layers)
 
 
-def part_of(part: Any) -> tuple[int, int] | None:
+def part_of(part: object) -> tuple[int, int] | None:
     """Checks a ``part=`` argument: ``(i, n)`` with 0 <= i < n."""
     if part is None:
         return None
@@ -609,7 +615,7 @@ def part_of(part: Any) -> tuple[int, int] | None:
     return whole(part[0], "part", 0, count - 1), count
 
 
-def column_names(columns: Any) -> tuple[str, ...] | None:
+def column_names(columns: str | Iterable[str] | None) -> tuple[str, ...] | None:
     """Checks a ``columns=`` argument: None for all, or names."""
     if columns is None:
         return None

@@ -58,7 +58,7 @@ class RecordsSummary:
 class TextRecords:
     """Records in their order. :meth:`summary` reads them once; an iterator can be read only once, so its summary is partial."""
 
-    def __init__(self, begin: Callable[[], Iterable[Any]], what: str, *, once: bool = False) -> None:
+    def __init__(self, begin: Callable[[], Iterable[object]], what: str, *, once: bool = False) -> None:
         self._begin = begin
         self.what = what
         self._iterator = iter(begin()) if once else None
@@ -126,7 +126,7 @@ class TextRecords:
         return name
 
 
-def _needs_tokenizer(value: Any) -> bool:
+def _needs_tokenizer(value: object) -> bool:
     """Whether a value is a text or a chat."""
     return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping))
 
@@ -138,13 +138,13 @@ def _json(record: Row, number: int) -> str:
         raise ArgumentTypeError(f"texts: expected dicts with str as keys at {number}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return repr(value)
 
 
-def _row(record: Any, number: int) -> Row:
+def _row(record: object, number: int) -> Row:
     """The record as a mapping. ``[]`` has no columns: it may be a chat or token ids."""
     if isinstance(record, str):
         return {TEXT: record}
@@ -168,7 +168,7 @@ def _row(record: Any, number: int) -> Row:
     )
 
 
-def are_integers(values: Sequence[Any]) -> bool:
+def are_integers(values: Sequence[object]) -> bool:
     """Whether all values are integers. Looks at their types once each: a million token ids take milliseconds."""
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, values)))
 
