@@ -17,7 +17,7 @@ PlottedCache = CacheLook | TokenCache | str | os.PathLike[str]
 """A token cache to plot."""
 
 
-def store_of(source: Any) -> Store:
+def store_of(source: Plotted) -> Store:
     """Returns the store, or opens the dataset at a path or URL.
 
     Raises:
