@@ -107,7 +107,7 @@ class Contents:
     layers: tuple[Layer, ...]
     """Names in stored order: all integers or all strings."""
     d_model: int
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     num_examples: int
     token_counts: Callable[[], NDArray[np.int64]]
     """Returns tokens stored per example, (n,) int64. Called once, when first needed."""
@@ -120,7 +120,7 @@ class Contents:
     files: Callable[[], list[Path]]
     """Lists all files that contain rows. The list may be long, and files may be missing."""
     model: str | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, object] = field(default_factory=dict)
     store_metadata: Callable[[], Sequence[tuple[str, dict[str, Any]]]] = lambda: ()
     """Name and metadata of each store of which the dataset consists; the first one's are the dataset's. Empty: of one store."""
     extras: tuple[str, ...] = ()

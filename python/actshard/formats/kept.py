@@ -153,7 +153,7 @@ class KeptIndex:
             return None
         return parsed(data, self.listing.state)
 
-    def save(self, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> None:
+    def save(self, header: Mapping[str, object], arrays: Sequence[NDArray[np.generic]]) -> None:
         """Stores an index, if no file changed recently. A failure to write is only logged."""
         if self.path is None or not self.listing.is_settled:
             return
@@ -198,7 +198,7 @@ def clear() -> None:
             Path(entry.path).unlink(missing_ok=True)
 
 
-def packed(state: str, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
+def packed(state: str, header: Mapping[str, object], arrays: Sequence[NDArray[np.generic]]) -> bytes:
     """The bytes of an index."""
     descriptors = [[array.dtype.newbyteorder("<").str, array.size] for array in arrays]
     text = json.dumps({"state": state, "header": dict(header), "arrays": descriptors}).encode()
@@ -222,7 +222,7 @@ def parsed(data: bytes, state: str) -> tuple[dict[str, Any], list[NDArray[Any]]]
         return None
     if not isinstance(value, dict) or value.get("state") != state or not isinstance(value.get("header"), dict):
         return None
-    arrays: list[NDArray[Any]] = []
+    arrays: list[NDArray[np.generic]] = []
     descriptors = value.get("arrays")
     for descriptor in descriptors if isinstance(descriptors, list) else ():
         if (

@@ -38,7 +38,9 @@ class _Spans:
     def __init__(self) -> None:
         self.parts: list[NDArray[np.int64]] = []
 
-    def add(self, rank: int, first: int, shard: NDArray[Any], begin: NDArray[Any], end: NDArray[Any]) -> None:
+    def add(
+        self, rank: int, first: int, shard: NDArray[np.generic], begin: NDArray[np.generic], end: NDArray[np.generic]
+    ) -> None:
         """Adds valid examples ``first + i``."""
         numbers = np.arange(first, first + len(shard))
         self.parts.append(np.stack([shard, begin, end, numbers, np.full(len(shard), rank)], axis=1).astype(np.int64))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +43,9 @@ class Scaler:
         where = f"line {line} of the description: " if line else ""
         return kind(f"{where}activations.scales: {text}", path=path)
 
-    def joined(self, codes_file: OpenedFile, codes: StoredArray, scales_file: OpenedFile, scale_array: Any) -> Scaled:
+    def joined(
+        self, codes_file: OpenedFile, codes: StoredArray, scales_file: OpenedFile, scale_array: StoredArray
+    ) -> Scaled:
         """Codes and their scales, for the core.
 
         Raises:

@@ -33,7 +33,7 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
     import pyarrow as pa
 
     n = len(examples)
-    descriptors: dict[str, Any] = {}
+    descriptors: dict[str, object] = {}
     if any(name in columns for name in LOGITS):
         if not all(name in columns for name in LOGITS):
             raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found only one of them")
@@ -89,7 +89,7 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
     return descriptors
 
 
-def _write_tensors(path: Path, tensors: dict[str, NDArray[Any]]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, NDArray[np.generic]]) -> None:
     """Writes a safetensors file: a JSON header padded to a multiple of 8 bytes, then the tensors."""
     offset, header = 0, {}
     for name, array in tensors.items():

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from actshard.formats.tables import IncompatibleTypesError, as_schema, common_sc
 from actshard.location import Location
 from actshard.work import make_folder, whole_file
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
 """Descriptor fields that must agree between parts."""
 _HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
@@ -30,7 +33,7 @@ _COUNTED = 64 << 20
 _LOGITS = ("logits_topk", "router_logits")
 
 
-def _schema(datasets: Sequence[Extraction]) -> Any:
+def _schema(datasets: Sequence[Extraction]) -> pa.Schema:
     """The schema with the columns of all indexes."""
     try:
         return functools.reduce(common_schema, (d.schema.remove_metadata() for d in datasets))
@@ -129,7 +132,7 @@ class _Extractions:
             tensors[kind] = {**tensors[kind], "file_pattern": pattern, "shards": descriptions}
         return tensors
 
-    def write_index(self, to: Any) -> None:
+    def write_index(self, to: Path | pa.NativeFile) -> None:
         """Writes an index with the new addresses to a path or a stream of pyarrow."""
         import pyarrow as pa
 
@@ -166,9 +169,9 @@ class _Extractions:
 
 
 def _write_index(
-    to: Any,
+    to: Path | pa.NativeFile,
     datasets: Sequence[Extraction],
-    schema: Any,
+    schema: pa.Schema,
     renumbered: Callable[[int, dict[str, Any], int, int], None],
 ) -> None:
     """Writes the merged index to a path or a stream of pyarrow.
@@ -192,13 +195,13 @@ def _starts_of(counts: Sequence[int]) -> list[int]:
     return [0, *np.cumsum(counts)[:-1].tolist()]
 
 
-def _plus(column: Any, n: int) -> Any:
+def _plus(column: pa.ChunkedArray, n: int) -> pa.ChunkedArray:
     import pyarrow.compute as pc
 
     return pc.add(column, n).cast(column.type)
 
 
-def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
+def _renumbered(column: pa.ChunkedArray, lasts: int, last_at: int, rest_at: int) -> pa.ChunkedArray:
     """Adds an offset to shard numbers in lists: one for last-token shards, another for sequence shards."""
     import pyarrow as pa
     import pyarrow.compute as pc

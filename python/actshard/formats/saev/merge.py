@@ -129,7 +129,7 @@ class _Shards:
             copied.append(Assembled(name, stretches, size))
         return copied, moves
 
-    def listing(self) -> list[dict[str, Any]]:
+    def listing(self) -> list[dict[str, object]]:
         """Contents of shards.json."""
         name = self.dumps[0].fields.name(*N_EXAMPLES)
         word = name if name in ("n_ex", "n_imgs") else "n_examples"

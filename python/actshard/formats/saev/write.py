@@ -75,11 +75,11 @@ class SaevTarget(Target):
         config = {**self.config(), "tokens": None, "dtype": None}
         return hashes({"asked": json.dumps(config, sort_keys=True, default=str)})[0]
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         if dtype != np.float32:
             raise DtypeError(f"saev supports float32, not {dtype}; pass dtype='float32' to create() to convert")
 
-    def take_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def take_dtype(self, dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
         if self.spec.dtype is None:
             self.check_dtype(dtype)
         return np.dtype(np.float32)
@@ -92,8 +92,12 @@ class SaevTarget(Target):
 
     @classmethod
     def conversion_options(
-        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
-    ) -> dict[str, Any]:
+        cls,
+        source_options: Mapping[str, object],
+        user_options: Mapping[str, object],
+        tokens: str,
+        pooled: Callable[[], bool],
+    ) -> dict[str, object]:
         return {**source_options, **({} if tokens == "all" else {"cls_token": False}), **user_options}
 
     @property
@@ -154,7 +158,7 @@ class SaevTarget(Target):
             "shard_bytes": self.spec.shard_bytes,
         }
 
-    def adopt(self, config: dict[str, Any]) -> None:
+    def adopt(self, config: dict[str, object]) -> None:
         tokens = config["tokens"]
         if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"tokens {tokens!r}")
@@ -272,7 +276,7 @@ class SaevTarget(Target):
         if PATCH_LABELS in table.column_names:
             self._checked(table[PATCH_LABELS], len(table))
 
-    def _checked(self, column: Any, n: int) -> NDArray[np.uint8]:
+    def _checked(self, column: pa.ChunkedArray, n: int) -> NDArray[np.uint8]:
         """Returns labels after checking that there is one per content token."""
         assert self._tokens is not None
         content = self._tokens - self.cls
@@ -317,7 +321,7 @@ class SaevTarget(Target):
         assert block.columns is not None
         return self._checked(block.columns[PATCH_LABELS], len(block))
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return sorted(self._dirty), {"labels": self.has_labels}
 
     def committed(self) -> None:
