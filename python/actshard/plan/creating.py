@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -56,6 +56,9 @@ from actshard.writing.creating import make_target
 from actshard.writing.existing import check_written, complete_at, creation_record
 from actshard.writing.segment import write_memory
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 Computes = Callable[[Writer, range], object]
 """A function that computes activations. It is called with a writer and the numbers of the examples to append."""
 MOST_TASKS = 99_999
@@ -77,7 +80,7 @@ def create(
     num_examples: int,
     tasks: int,
     dtype: DTypeLike | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     tokens_per_example: int | None = None,
     pad: bool = False,
     truncate: bool = False,
@@ -201,7 +204,7 @@ class CreateArguments:
     d_model: Count
     num_examples: Count
     dtype: str | None
-    metadata: Mapping[str, Any] | None
+    metadata: Mapping[str, object] | None
     tokens_per_example: Amount | None
     shard_bytes: int | str | None
     options: Mapping[str, Any]
@@ -314,7 +317,7 @@ def _target(arguments: CreateArguments, work: Path | None, count: int, part: tup
     return target
 
 
-def _name_of(capture: Any) -> str:
+def _name_of(capture: object) -> str:
     """Returns a capture's name ``module:function``."""
     if isinstance(capture, str):
         module, _, function = capture.partition(":")
@@ -336,7 +339,7 @@ def _function(name: str) -> Computes:
     """Imports the function with a name ``module:function``."""
     module, _, path = name.partition(":")
     try:
-        attribute: Any = importlib.import_module(module)
+        attribute: object = importlib.import_module(module)
         for part in path.split("."):
             attribute = getattr(attribute, part)
     except (ImportError, AttributeError) as error:
@@ -433,7 +436,7 @@ class TaskWriter(Writer):
             if self.complete:  # killed after the part was finished and before the task was recorded as done
                 self._publish()
 
-    def append(self, activations: Any, **arguments: Any) -> None:
+    def append(self, activations: ArrayLike | Sequence[ArrayLike], **arguments: Any) -> None:
         """As :meth:`actshard.Writer.append`."""
         super().append(activations, **arguments)
         now = time.monotonic()

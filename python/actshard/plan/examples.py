@@ -66,7 +66,7 @@ def read(results: Sequence[Result]) -> list[pa.Table]:
     return tables
 
 
-def _checked(lengths: Any, result: Result) -> list[int]:
+def _checked(lengths: object, result: Result) -> list[int]:
     """Returns the lengths; raises FormatError if they are not those of the task's examples."""
     first, end = result.value["examples"]
     if (
