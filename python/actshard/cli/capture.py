@@ -25,7 +25,7 @@ _SHOWN = 5
 """Examples with problems that are printed."""
 
 
-def model_named(words: str) -> Any:
+def model_named(words: str) -> object:
     """The model's name or folder, or the function that MODULE:FUNCTION names."""
     if not _FUNCTION.fullmatch(words):
         return words
@@ -56,7 +56,7 @@ def tokens_named(words: str) -> str | list[int]:
     return [int(word) for word in positions] if all(re.fullmatch(r"-?\d{1,9}", word) for word in positions) else words
 
 
-def tokenizer_named(words: str) -> Any:
+def tokenizer_named(words: str) -> object:
     """Loads a tokenizer with transformers, which also reads names of the hub and chat templates; else by its tokenizer.json."""
     if not words:
         return None

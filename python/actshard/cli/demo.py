@@ -37,7 +37,7 @@ def probe_accuracy(store: actshard.Store, layer: Layer) -> float:
     return float((guess == past[~train]).mean())
 
 
-def _ridge(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+def _ridge(x: NDArray[Any], y: NDArray[Any]) -> NDArray[np.generic]:
     """Ridge regression in its dual form, because there are fewer sentences than dimensions."""
     alpha: NDArray[Any] = np.linalg.solve(x @ x.T + RIDGE * np.eye(len(x)), y)
     weights: NDArray[Any] = x.T @ alpha
