@@ -39,7 +39,7 @@ class TorchFile:
     _native: _native.TorchContents = field(repr=False)
 
     @cached_property
-    def value(self) -> Any:
+    def value(self) -> object:
         """The saved object: dicts, lists, tuples, sets, numbers, strings, bytes.
 
         Tensors are :class:`~actshard._native.StoredArray`: ``dtype`` (safetensors name), ``shape``, ``strides`` (in elements),
@@ -70,7 +70,7 @@ class TorchFile:
         """Offsets of storages whose content differs from their CRC-32. Reads all of the file."""
         return self._native.damaged()
 
-    def find(self, steps: Sequence[str | int]) -> Any:
+    def find(self, steps: Sequence[str | int]) -> object:
         """Returns the value at keys and positions: ``find(["hidden_states", 3])``.
 
         A step is a key of a dict (a text of digits also finds an integer key) or a position in a list or tuple.
@@ -87,7 +87,7 @@ class TorchFile:
             value = inner
         return value
 
-    def array(self, value: Any) -> NDArray[Any]:
+    def array(self, value: object) -> NDArray[Any]:
         """Returns a tensor's elements in C order and native byte order. A copy.
 
         Args:
@@ -113,7 +113,7 @@ class TorchFile:
 _NOTHING = object()
 
 
-def _step(value: Any, step: str | int) -> Any:
+def _step(value: object, step: str | int) -> object:
     if isinstance(value, dict):
         if step in value:
             return value[step]
@@ -124,7 +124,7 @@ def _step(value: Any, step: str | int) -> Any:
     return _NOTHING
 
 
-def _keys(value: Any) -> str:
+def _keys(value: object) -> str:
     if isinstance(value, dict):
         shown = ", ".join(repr(key)[:40] for key in list(value)[:12])
         return f"the keys {shown}" + (", ..." if len(value) > 12 else "")

@@ -47,7 +47,7 @@ class Scratch:
         folder: the folder of the dataset; the last name of the URL.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None, parent: Any, what: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, Any] | None, parent: object, what: str) -> None:
         self.root, self.options = Location.of_any(url, options), options
         self.url = url
         if not isinstance(self.root.storage, Remote) or not self.root.lists:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,11 @@ class Sums:
 
     @classmethod
     def of_plain(
-        cls, records: Sequence[Sequence[Any]], columns: NDArray[Any], summaries: Sequence[dict[str, Any]], width: int
+        cls,
+        records: Sequence[Sequence[Any]],
+        columns: NDArray[np.generic],
+        summaries: Sequence[Mapping[str, Any]],
+        width: int,
     ) -> Sums:
         """The sums of :meth:`as_plain`.
 

@@ -101,7 +101,7 @@ class Stream(RowEpochs[Batch]):
         normalize: Normalize = None,
         memory: int | str = "1GiB",
         reuse: bool = False,
-        buffers: Sequence[Any] | None = None,
+        buffers: list[NDArray[np.generic]] | None = None,
     ) -> None:
         interleave, reuse = _arguments.switch(interleave, "interleave"), _arguments.switch(reuse, "reuse")
         is_single = is_one(layer) and layer != "all"
@@ -191,7 +191,7 @@ class Stream(RowEpochs[Batch]):
             f"shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
         )
 
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> RowLoop:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> RowLoop:
         return RowLoop(self, first, every, buffers)
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
@@ -238,7 +238,7 @@ class Stream(RowEpochs[Batch]):
         return token_labels
 
 
-def _check_buffers(buffers: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def _check_buffers(buffers: Sequence[NDArray[np.generic]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
     """Raises ArgumentError unless there are at least two arrays of this shape."""
     if len(buffers) < 2:
         raise ArgumentError(f"buffers: expected at least 2, of {shape} {dtype}: one is in use while the next is filled")
@@ -253,7 +253,7 @@ def _check_buffers(buffers: Sequence[Any], shape: tuple[int, ...], dtype: np.dty
 class RowLoop(Loop[Batch]):
     """The iterator of one loop over a stream."""
 
-    def __init__(self, stream: Stream, first: int, every: int, buffers: list[Any] | None) -> None:
+    def __init__(self, stream: Stream, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> None:
         self._source = stream
         self._layers = array_of(stream.layers)
         self._overflows = 0

@@ -36,7 +36,7 @@ a function of ``store.table`` that returns flags."""
 COMPARED = ". Compare a column of store.table: column.to_numpy() == x or pyarrow.compute.equal(column, x); column == x is a bool."
 
 
-def column(values: Any) -> Any:
+def column(values: object) -> Any:
     """Returns an Arrow, polars or pandas column as numpy, with null flags as False; returns other values unchanged."""
     if isinstance(values, np.ndarray) or not hasattr(values, "to_numpy"):
         return values
@@ -50,7 +50,7 @@ def column(values: Any) -> Any:
 _EXPECTED = "expected an integer, a slice, integers or a bool mask"
 
 
-def plain_index(part: Any) -> Any:
+def plain_index(part: object) -> Any:
     """A part of a key as a slice, an ellipsis, an int or an array."""
     if isinstance(part, EllipsisType) or type(part) is int:
         return part
@@ -343,7 +343,7 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
     if keep is None:
         return None
     if callable(keep):
-        ask: Callable[[pa.Table], Any] = keep
+        ask: Callable[[pa.Table], object] = keep
         keep = ask(store.table)
         if keep is None:
             raise ArgumentError("keep: expected a function that returns flags, found None as its result")

@@ -205,7 +205,7 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             most = _STORED_WINDOW * self.batch_tokens
             window = min(most, max(window, self.batch_tokens)) if self._native.decodes else most
         # The packing also depends on memory= and on how the files are decoded.
-        self._planned: dict[str, Any] = {} if self.shuffle == "exact" else {"window": window}
+        self._planned: dict[str, object] = {} if self.shuffle == "exact" else {"window": window}
         if units is not None:
             self._planned["units"] = hashlib.sha256(units.tobytes()).hexdigest()[:16]
         return _native.Packing(
@@ -254,20 +254,20 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             f"epoch {self.epoch}>"
         )
 
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> _SequenceLoop:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> _SequenceLoop:
         assert buffers is None, "batches of sequences are new arrays"
         return _SequenceLoop(self, first, every)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = super().__getstate__()
         del state["_packing"], state["_before"]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._packing, self._before = self._packed(), self._native.before()
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """Everything that determines the sequences of each batch and their values."""
         return {
             **super()._settings(),
@@ -282,7 +282,7 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             **self._planned,
         }
 
-    def _added(self, saved: dict[str, Any]) -> set[str]:
+    def _added(self, saved: dict[str, object]) -> set[str]:
         return set() if "sample" in saved else {"sample", "dtype", "stacked", "fixed_shape"}
 
     def _fingerprint(self) -> str:
