@@ -130,7 +130,7 @@ class _Placing:
                 'float64: JAX has no 64-bit types unless jax_enable_x64 is set. Pass dtype="float32" to store.stream'
             )
 
-    def put(self, batch: Any) -> dict[str, object]:
+    def put(self, batch: object) -> dict[str, object]:
         """A batch's arrays on their devices; the copies may still be under way."""
         if isinstance(batch, SequenceBatch):
             return self._sequences(batch)
@@ -226,7 +226,7 @@ class DataSource:
         # Used only to map row numbers to (example, token); it is never read.
         selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
         self._rows = Stream(store, layer, 1, selection, dtype=dtype)
-        settings: Mapping[str, Any] = self._rows.state()["settings"]
+        settings: Mapping[str, object] = self._rows.state()["settings"]
         self._name = (
             f"actshard.jax.DataSource(dataset={settings['dataset']}, layer={self._layer!r}, tokens={tokens!r}, "
             f"selection={settings['selection']}, rows={len(self)}, dtype={self._rows.dtype})"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ class BatchRows:
         finite: ``(layers, n)`` bool: False for rows with NaN or infinite values.
     """
 
-    layers: Sequence[NDArray[Any]]
+    layers: Sequence[NDArray[np.generic]]
     finite: NDArray[np.bool_]
 
     def wait(self) -> BatchRows:
@@ -104,7 +104,7 @@ class Backend(Protocol):
     layers: tuple[Layer, ...]
     width: int
     dtype: np.dtype[np.generic]
-    provenance: Mapping[str, Any]
+    provenance: Mapping[str, object]
     pads: bool
     most_tokens: int | None
     batch_tokens: int

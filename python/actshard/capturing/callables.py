@@ -51,7 +51,7 @@ class FunctionStates:
             raise DtypeError(f"dtype: the layers have the dtypes {', '.join(map(str, dtypes))}. Pass the one to store")
         self.width = widths[0]
         self.dtype = dtypes[0] if dtype is None else _arguments.dtype(dtype)[0]
-        self.provenance: Mapping[str, Any] = {"model": f"function {name_of_function(function)}"}
+        self.provenance: Mapping[str, object] = {"model": f"function {name_of_function(function)}"}
 
     def start(self, batch: PaddedBatch) -> BatchRows:
         """Calls the function; the rows are here at once."""

@@ -70,7 +70,7 @@ class TorchModel:
     revision: str | None
     module: torch.nn.Module
     trunk: torch.nn.Module
-    provenance: Mapping[str, Any]
+    provenance: Mapping[str, object]
     points: Callable[[tuple[Layer, ...] | None], Sequence[HookPoint]]
     most_tokens: int | None = None
     pad_id: int = 0
@@ -124,7 +124,7 @@ class HookedStates:
             raise
         self._as_dtype = _torch_dtype(self.dtype, torch)
         self._ends = True
-        self.provenance: Mapping[str, Any] = {
+        self.provenance: Mapping[str, object] = {
             **model.provenance, "hook_points": {str(point.layer): str(point) for point in self._points},
         }  # fmt: skip
 

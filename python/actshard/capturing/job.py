@@ -228,7 +228,7 @@ class CaptureJob:
 
     # -- the request -----------------------------------------------------------------------------------------------
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self) -> dict[str, object]:
         """What determines the stored values: it is compared on resume, and kept in the dataset's metadata."""
         inputs, encodings = self._inputs, self._encodings
         encoder = encodings.encoder

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -185,7 +185,7 @@ class DraftTarget(TokenTarget):
             if field.name in self.kind.values and not any(is_(field.type) for is_ in plain):
                 raise ArgumentError(f"columns: {field.name!r}: expected integers, flags or strings, found {field.type}")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {**super().config(), "kind": self.kind_name, "last": self.last, "name": self.name(0)}
 
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:

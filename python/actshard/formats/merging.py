@@ -194,7 +194,7 @@ class Merger(ABC):
         """Whether a merged dataset still consists of several datasets."""
         return False
 
-    def kind(self, contents: Contents) -> dict[str, Any]:
+    def kind(self, contents: Contents) -> Mapping[str, object]:
         """Properties that parts must share, besides layers, width, dtype and model: values by name."""
         return {}
 

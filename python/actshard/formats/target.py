@@ -327,7 +327,7 @@ class Target(ABC):
         """The rows of a block as the finished dataset returns them. They differ if the format stores approximations."""
         return block.memory
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Settings that must match when a writer resumes. None: not determined yet."""
         return {
             "format": self.format,

@@ -116,7 +116,7 @@ def host() -> str:
     return name if space == _MACHINE else f"{name[:52]}-{space}"
 
 
-def contents(folder: Path) -> list[Any]:
+def contents(folder: Path) -> list[object]:
     """Number and bytes of the files below a folder, and a digest of their names and sizes. :data:`RESULT` is not counted."""
     sizes: list[tuple[str, int]] = []
     folders = [(str(folder), "")]

@@ -372,7 +372,7 @@ class Converting(Verb[_OpenedPlan]):
         converting_checks.check_plan(plan, path)
         converting_checks.check_work(plan, path)
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Mapping[str, object]:
         opened_plan, part = self._open(plan), plan.tasks[task]
         request = opened_plan.request
         if "layers" in part:
@@ -420,7 +420,7 @@ class Converting(Verb[_OpenedPlan]):
             **lengths,
         }
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The first examples of the first task; for a plan by layers, a small task."""
         first = plan.tasks[0]
         return super().part(plan, limit) if "layers" in first else shortened(first, "examples", limit)

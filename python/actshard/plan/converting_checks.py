@@ -96,7 +96,7 @@ class ConvertArguments:
     overflow: Annotated[str, one_of(OVERFLOW)]
     sizes: TargetSettings
     config: dict[str, Any]
-    request: Mapping[str, Any]
+    request: Mapping[str, object]
     losses: tuple[tuple[AnyText, AnyText], ...]
     fillers: tuple[AnyText, ...]
     layout: LayoutValue = None
@@ -145,7 +145,7 @@ class ConvertResult:
     bytes: Amount
     changes: Mapping[str, AnyText]
     digests: DigestTexts
-    tokens: Any = None
+    tokens: object = None
 
 
 def check_plan(plan: Planned, path: Path) -> None:

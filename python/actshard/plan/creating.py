@@ -525,11 +525,11 @@ class Creating(Verb[None]):
         if any(first == end for first, end in spans):
             raise FormatError("field 'tasks': expected ranges of examples, none of them empty", path=path)
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """None: the time depends on the model, which is not run here."""
         return None
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Mapping[str, object]:
         """Runs the task's capture."""
         assert isinstance(plan, CreatePlan)
         function = _function(str(plan.arguments_as(CreateArguments).capture))

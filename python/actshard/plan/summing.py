@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -268,7 +268,7 @@ class Summing(Verb[Store]):
         save(folder / SUMS, np.concatenate(arrays) if arrays else np.empty((0, store.d_model), SUMMED))
         return StatsResult(part.leaves, tuple(layers), part.bytes, total)
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The first leaves of the first task."""
         return shortened(plan.tasks[0], "leaves", limit) if plan.tasks else None
 

@@ -372,7 +372,7 @@ class Tokenizing(Verb[Recipe]):
             tuple(_piece_counts(piece_counts, recipe) for piece_counts in counts),
         )
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The beginning of a range of lines, or a small task. Tokenizing is slow, so a quarter of the limit is enough."""
         limit //= 4
         for task in plan.tasks:

@@ -77,7 +77,7 @@ class Verb(ABC, Generic[Opened]):
         return self._opened[1]
 
     @abstractmethod
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Any:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> object:
         """Runs one task and returns its result: a dataclass, or JSON values, which must not depend on the machine or the time.
 
         Args:

@@ -265,7 +265,7 @@ class Verifying(Verb[Store]):
 
     undivided = "the plan only checks files, which is not measured"
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The first examples of the last task. The check of the files is not measured."""
         return (
             None

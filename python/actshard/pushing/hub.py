@@ -88,7 +88,7 @@ def push_to_hub(
         for key, f in mine.items()
         if key not in right and (overwrite or key not in protected_keys or key not in remote_files)
     }
-    operations: list[Any] = [CommitOperationAdd(key, str(file.path)) for key, file in uploads.items()]
+    operations: list[object] = [CommitOperationAdd(key, str(file.path)) for key, file in uploads.items()]
     for (key, file), operation in zip(uploads.items(), operations, strict=True):
         _check_digest(operation, ship.digests[file.name], root.joinpath(key[len(start) :]))
     if ship.card is not None and start + CARD not in remote_files:

@@ -85,7 +85,7 @@ def execute(
             client.close()
 
 
-def _outcomes(file: str, tasks: list[int]) -> list[dict[str, Any]]:
+def _outcomes(file: str, tasks: list[int]) -> list[dict[str, object]]:
     """Runs tasks in a worker, with the worker's number of threads."""
     import distributed
 

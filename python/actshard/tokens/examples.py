@@ -455,7 +455,7 @@ class PrebuiltLmDataset(Streamed):
         *,
         input_ids_key: str | None = None,
         loss_weights_key: str | None = None,
-        loss_weight_transform: Callable[[NDArray[Any]], object] | None = None,
+        loss_weight_transform: Callable[[NDArray[np.float32]], object] | None = None,
         eos_id: int | None = None,
         block_cross_document_attention: bool = True,
     ) -> None:

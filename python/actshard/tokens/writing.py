@@ -222,7 +222,7 @@ class CacheWriter:
         if self._whole is not None:
             raise ClosedError("the cache is complete but not in place; call close() again, or abort()", path=self.path)
 
-    def append(self, rows: Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]]) -> None:
+    def append(self, rows: Sequence[Mapping[str, object]] | Iterable[Mapping[str, object]]) -> None:
         """Appends rows: one dict per row, with an array or list for every field.
 
         Raises:
@@ -342,7 +342,7 @@ class CacheWriter:
             self._unstage()
             raise
 
-    def _array(self, row: Mapping[str, Any], name: str, i: int) -> NDArray[np.generic]:
+    def _array(self, row: Mapping[str, object], name: str, i: int) -> NDArray[np.generic]:
         try:
             value = row[name]
         except KeyError:

@@ -11,7 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from actshard import _arguments, formats
 from actshard.codes import findings
@@ -124,7 +124,7 @@ def of_path(
     layout: object | None = None,
     progress: Callable[[str, int, int], object] | None = None,
     store: Store | None = None,
-    remote: tuple[Any, Any] = (None, None),
+    remote: tuple[Mapping[str, object] | None, str | os.PathLike[str] | int | bool | None] = (None, None),
     values: Values | None = None,
 ) -> Report:
     """:func:`verify` of a path. ``values`` replaces the check of every value, and is called if that check is due. Internal."""

@@ -221,7 +221,7 @@ def open_writer(
     exist_ok: bool = False,
     storage_options: Mapping[str, object] | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    options: Mapping[str, Any] = _NO_OPTIONS,
+    options: Mapping[str, object] = _NO_OPTIONS,
     capture: Mapping[str, object] | None = None,
 ) -> Writer:
     """:func:`create`, with the arguments of the verb that computes the rows as part of the request: ``capture``."""

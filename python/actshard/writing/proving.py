@@ -11,7 +11,7 @@ import decimal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -220,7 +220,7 @@ def _change(name: str, original: pa.ChunkedArray, stored: pa.ChunkedArray) -> st
     return f"values of {original.type} change" if same else f"{original.type} becomes {stored.type}"
 
 
-def plain_values(column: pa.Array | pa.ChunkedArray) -> list[Any]:
+def plain_values(column: pa.Array | pa.ChunkedArray) -> list[object]:
     """Values as Python's, so that those of types that differ in width only are equal, and True is not 1."""
     import pyarrow as pa
 

@@ -15,7 +15,7 @@ accepted too. ``NamedLmDataset`` is Levanter's own class. Not supported: direct 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actshard.compat.levanter.configs import (
     DEFAULT_LM_DATA_SHUFFLE,
@@ -59,7 +59,7 @@ except ImportError:
     class NamedLmDataset:  # type: ignore[no-redef]  # defined here if Levanter is not installed
         """Placeholder for Levanter's wrapper of examples into named arrays, which requires Levanter."""
 
-        def __init__(self, dataset: Any, Pos: Axis | int) -> None:  # noqa: N803 -- Levanter's name
+        def __init__(self, dataset: object, Pos: Axis | int) -> None:  # noqa: N803 -- Levanter's name
             raise MissingExtraError(
                 "NamedLmDataset returns haliax arrays and requires Levanter, which is not installed"
             )

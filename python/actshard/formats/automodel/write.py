@@ -106,7 +106,7 @@ class AutomodelTarget(TokenTarget):
                 f"example {bad}"
             )
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {"shard_size": self.shard_size, "last": self.last, "ids": self.ids, "pad": self.pad}
         return {**super().config(), **options, "tokens": self._tokens, "examples": self.spec.num_examples}
 

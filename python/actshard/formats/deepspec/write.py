@@ -103,7 +103,7 @@ class DeepspecTarget(TokenTarget):
     def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, ("BF16",), "deepspec", ", as DeepSpec's reader does")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {"version": self.version, "record": self.record, "ids": self.ids, "last": self.last}
         return {**super().config(), **options, "shard_bytes": self.spec.shard_bytes}
 
@@ -255,9 +255,9 @@ class DeepspecTarget(TokenTarget):
         text = json.dumps(self.manifest(len(examples)), indent=2, sort_keys=True)
         write_bytes(self.root / MANIFEST, text.encode())
 
-    def manifest(self, n: int) -> dict[str, Any]:
+    def manifest(self, n: int) -> dict[str, object]:
         """Contents of manifest.json for n examples."""
-        manifest: dict[str, Any] = {
+        manifest: dict[str, object] = {
             **self.spec.metadata,
             **DTYPES,
             "version": self.version,

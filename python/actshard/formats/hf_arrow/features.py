@@ -74,11 +74,11 @@ def check_features(schema: pa.Schema, layers: Sequence[str]) -> None:
         feature_of(field.name, field.type)
 
 
-def array_feature(dtype: str, tokens: int | None, width: int) -> dict[str, object]:
+def array_feature(dtype: str, tokens: int | None, width: int) -> dict[str, Any]:
     """The feature of sequences of ``tokens`` vectors; None: of any number of vectors."""
     return {"shape": [tokens, width], "dtype": dtype, "_type": "Array2D"}
 
 
-def vector_feature(dtype: str, width: int) -> dict[str, object]:
+def vector_feature(dtype: str, width: int) -> dict[str, Any]:
     """The feature of single vectors."""
     return {"feature": {"dtype": dtype, "_type": "Value"}, "length": width, "_type": "Sequence"}

@@ -422,7 +422,7 @@ class DescriptionReader:
         return activations.files.captures if activations.files else ()
 
 
-def read_layout(layout: object) -> Any:
+def read_layout(layout: Any) -> Any:
     """Returns a ``layout=`` argument as text or a dict of its own: a file is read, a dict copied.
 
     Raises:
@@ -464,7 +464,7 @@ def _read_text(path: Location) -> LayoutText:
         raise FormatError("expected UTF-8 text", path=path.place, offset=error.start) from error
 
 
-def read(root: Location, layout: object | None = None) -> Description:
+def read(root: Location, layout: Any = None) -> Description:
     """Reads and checks a description.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from actshard._json import read_json
 from actshard._native import StoredArray
@@ -96,7 +97,7 @@ def _layer_number(root: Location, group: _Group) -> int | None:
 
 
 def _arrays(
-    value: object, file: OpenedFile, steps: tuple[Name, ...] = (), depth: int = 0
+    value: Any, file: OpenedFile, steps: tuple[Name, ...] = (), depth: int = 0
 ) -> Iterator[tuple[tuple[Name, ...], StoredArray]]:
     """Arrays of a file, each with its keys and positions, at most four levels deep."""
     if isinstance(value, StoredArray):

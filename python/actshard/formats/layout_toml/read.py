@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 import actshard._native as _native
@@ -50,7 +52,7 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
     columns = FolderColumns(path, described, index)
     tokens = index.tokens
     same = int(tokens[0]) if index.even is not None or (len(tokens) and bool((tokens == tokens[0]).all())) else None
-    provenance: dict[str, object] = {"files": len(index.paths), "layout": described.source and str(described.source)}
+    provenance: dict[str, Any] = {"files": len(index.paths), "layout": described.source and str(described.source)}
     if described.program:
         provenance["program"] = described.program
     codes = sorted({file.scaled[0].dtype for file in index.row_files if file.scaled is not None})

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,9 +44,7 @@ class Scaler:
         where = f"line {line} of the description: " if line else ""
         return kind(f"{where}activations.scales: {text}", path=path)
 
-    def joined(
-        self, codes_file: OpenedFile, codes: StoredArray, scales_file: OpenedFile, scale_array: StoredArray
-    ) -> Scaled:
+    def joined(self, codes_file: OpenedFile, codes: StoredArray, scales_file: OpenedFile, scale_array: Any) -> Scaled:
         """Codes and their scales, for the core.
 
         Raises:

@@ -23,6 +23,8 @@ from actshard.location import Location
 from actshard.work import make_folder, whole_file
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pyarrow as pa
 
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
@@ -216,7 +218,7 @@ class LmprobeMerger(Merger):
 
     makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
 
-    def kind(self, contents: Contents) -> dict[str, Any]:
+    def kind(self, contents: Contents) -> Mapping[str, object]:
         return {
             "columns": sorted(contents.column_names),
             "tensors": {

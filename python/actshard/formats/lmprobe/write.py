@@ -108,7 +108,7 @@ class LmprobeTarget(Target):
     def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, FLOATS, "lmprobe", "")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {name: self.spec.options.get(name) for name in ("pooling", "model", "revision")}
         return {**super().config(), "storage": self.storage, "limit": self.limit, "created": self.created, **options}
 

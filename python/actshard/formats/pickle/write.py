@@ -109,7 +109,7 @@ class PickleTarget(Target):
     def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, ("F16", "F64", "F32"), "pickle", "")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {"compress": self.compress, "level": self.level, "shard_bytes": self.block_bytes}
         machine = {"machine": [self.machine, self.machines], "base": self.base, "per_machine": self.per_machine}
         return {**super().config(), **options, **machine, "created": self.created}

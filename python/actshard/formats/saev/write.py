@@ -148,7 +148,7 @@ class SaevTarget(Target):
     def example_bytes(self) -> int:
         return self.per_example * self.spec.d_model * ITEMSIZE
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {
             **super().config(),
             "tokens": self._tokens,

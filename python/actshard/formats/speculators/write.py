@@ -111,7 +111,7 @@ class SpeculatorsTarget(TokenTarget):
     def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, FLOATS, "speculators", "")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         scaled = {} if self.scaling is None else {"scales": [self.scaling.name, self.scaling.scales]}
         return {**super().config(), "last": self.last, **scaled}
 
