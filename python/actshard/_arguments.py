@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -36,6 +36,9 @@ Io = Literal["auto", "mmap", "pread"]
 Overflow = Literal["refuse", "allow"]
 Kept = Literal["all", "content", "last"]
 """Tokens that a conversion keeps."""
+
+Item = TypeVar("Item")
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 NUMPY_BY_NAME: dict[str, np.dtype[np.generic]] = {}
 """Maps safetensors dtype names to numpy (or ml_dtypes) dtypes."""
@@ -116,7 +119,7 @@ def count_masked(value: object) -> int:
     return sum(count_masked(item) for item in value if isinstance(item, list | tuple | np.ma.MaskedArray))
 
 
-def listed(values: Iterable[object], expected: str) -> list[Any]:
+def listed(values: Iterable[Item], expected: str) -> list[Item]:
     """Converts an iterable to a list; ``expected`` begins the error message."""
     try:
         return list(values)
@@ -430,7 +433,7 @@ def broadcast(examples: ArrayLike, tokens: ArrayLike) -> tuple[NDArray[np.int64]
     return np.ascontiguousarray(e).reshape(-1), np.ascontiguousarray(t).reshape(-1), shape
 
 
-def shared(array: NDArray[np.generic]) -> NDArray[Any]:
+def shared(array: NDArray[Scalar]) -> NDArray[Scalar]:
     """Makes an array read-only that a store or a loop keeps and returns several times."""
     array.flags.writeable = False
     return array

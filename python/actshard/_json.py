@@ -95,7 +95,7 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Formats a value as JSON for a message, at most 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."

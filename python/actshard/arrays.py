@@ -114,7 +114,7 @@ class _Lazy(ABC):
     def _shown(self) -> str:
         """The shape, for ``repr``."""
 
-    def _whole(self, examples: NDArray[np.int64], dtype: np.dtype[np.generic] | None) -> NDArray[Any]:
+    def _whole(self, examples: NDArray[np.int64], dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         """All tokens of these examples, one after another, ``(rows, d_model)``: a view of one example if possible, else a copy."""
         if self._store.contents.layers_differ:  # reading an example that lacks the layer is an error
             examples = examples[self._lengths(examples) > 0]
@@ -134,7 +134,7 @@ class _Lazy(ABC):
         """Tokens of these examples, without counting the others."""
         return self._store.rows.tokens_of(self._store.group_of(self._layer), examples)
 
-    def _gather(self, examples: ArrayLike, tokens: ArrayLike) -> NDArray[Any]:
+    def _gather(self, examples: ArrayLike, tokens: ArrayLike) -> NDArray[np.generic]:
         """One row per (example, token), with the shape of the indices: a copy."""
         if not np.size(examples) or not np.size(tokens):  # the store warns about empty lists; an empty slice is valid
             self._store.check_open()
@@ -142,7 +142,7 @@ class _Lazy(ABC):
         return self._store.gather(self._layer, examples, tokens, dtype=self._asked)
 
     @abstractmethod
-    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[Any]:
+    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         """The whole array, as ``dtype``."""
 
     @abstractmethod
@@ -274,7 +274,7 @@ class LayerArray(_Lazy):
             index_of(part, self._each, "token")
         return part
 
-    def _rows(self, examples: Any, tokens: Any) -> NDArray[Any]:
+    def _rows(self, examples: Any, tokens: Any) -> NDArray[np.generic]:
         """The rows of resolved examples and of tokens that are integers or a slice."""
         if isinstance(tokens, slice):
             return self._sliced(examples, tokens)
@@ -340,7 +340,7 @@ class LayerArray(_Lazy):
     def _view(self) -> NDArray[np.generic] | None:
         return self._view_of_examples(self._even())
 
-    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[Any]:
+    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         tokens_each = self._even()
         return self._whole(np.arange(len(self)), dtype).reshape(len(self), tokens_each, self._store.d_model)
 
@@ -442,7 +442,7 @@ class RowArray(_Lazy):
             read = self._gather(*self.locate(chosen)).reshape(*np.shape(chosen), self._store.d_model)
         return _narrowed(read, elements)
 
-    def _run(self, numbers: range) -> NDArray[Any]:
+    def _run(self, numbers: range) -> NDArray[np.generic]:
         """Rows of a slice. Adjacent rows are read as whole examples, so that a block needs no index per row."""
         if numbers.step == 1 and len(numbers):
             first, last = np.searchsorted(self._ends, (numbers[0], numbers[-1]), "right").tolist()
@@ -461,7 +461,7 @@ class RowArray(_Lazy):
         view = self._view_of_all()
         return view[0] if view is not None and view[2] is None and len(view[0]) == len(self) else None
 
-    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[Any]:
+    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         return self._whole(np.arange(self._store.num_examples), dtype)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +86,7 @@ class TorchFile:
             value = inner
         return value
 
-    def array(self, value: object) -> NDArray[Any]:
+    def array(self, value: object) -> NDArray[np.generic]:
         """Returns a tensor's elements in C order and native byte order. A copy.
 
         Args:

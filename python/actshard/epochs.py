@@ -27,7 +27,7 @@ B_co = TypeVar("B_co", covariant=True)
 class Reader(Protocol):
     """Reads batches ahead of a loop on its own threads."""
 
-    def next(self) -> Any:
+    def next(self) -> object:
         """Waits for the next batch; returns None at the end of the epoch."""
 
     def ready(self) -> bool:

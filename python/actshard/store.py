@@ -307,7 +307,7 @@ class Store(StreamVerbs, SampledVerbs):
 
     def gather_of(
         self, groups: NDArray[np.int64], examples: Any, tokens: Any, out: Any, dtype: DTypeLike | None, layer: Any
-    ) -> NDArray[Any]:
+    ) -> NDArray[np.generic]:
         """:meth:`gather` from several groups: ``(..., groups, d_model)``. ``layer``: their names, for messages. Internal."""
         e, t, shape = _arguments.broadcast(self._numbers(examples), tokens)
         n, lost = len(groups), list[int]()
@@ -520,7 +520,7 @@ class Store(StreamVerbs, SampledVerbs):
         ends = np.cumsum(self._rows.tokens_of(group, numbers))
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
         starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), numbers.size]
-        sequences: list[NDArray[Any]] = []
+        sequences: list[NDArray[np.generic]] = []
         lost: list[int] = []
         for first, last in itertools.pairwise(starts):
             groups = group[first:last] if isinstance(group, np.ndarray) else group

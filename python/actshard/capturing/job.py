@@ -68,7 +68,7 @@ class ModelSettings:
     model: Any
     revision: str | None
     device: torch.device | str | int | None
-    options: Mapping[str, Any] | None
+    options: Mapping[str, object] | None
     layers: tuple[Layer, ...] | None
     dtype: DTypeLike | None
 

@@ -89,7 +89,7 @@ class DraftExamples:
     def _numbers(self, layers: Layers | None) -> tuple[int, ...] | None:
         """The layers' numbers in the model, if they are known."""
         if isinstance(layers, Mapping):
-            numbers: tuple[Any, ...] = tuple(layers.values())
+            numbers: tuple[int, ...] = tuple(layers.values())
             if not all(type(number) is int for number in numbers):
                 raise ArgumentError(f"layers: expected integers as the layers' numbers, found {numbers!r:.200}")
             return numbers
@@ -150,7 +150,7 @@ class DraftExamples:
             )
         return samples
 
-    def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
         """Reads token ids and masks of examples, without their states.
 
         Raises:
@@ -176,7 +176,9 @@ class DraftExamples:
         first, stop = content_range(self.store, stored, numbers)
         return stop - first
 
-    def _rows(self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+    def _rows(
+        self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> NDArray[np.generic]:
         if not len(groups):
             return np.empty((len(examples), 0), self.state_dtype)
         layers = self.layers if groups is self._groups else (self.last,)
@@ -200,7 +202,7 @@ class DraftExamples:
 
         return picked(self._table, numbers)
 
-    def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[Any]:
+    def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[np.generic]:
         """Copies the values of the content tokens to the column's dtype. The list has one value per stored or content token."""
         kind = self._kinds[name]
         where = f"column {name!r}, example {example}"

@@ -162,7 +162,7 @@ def load_activations(
     return (activations, _labels(store, examples)) if return_labels else activations
 
 
-def _labels(store: actshard.Store, examples: NDArray[np.int64]) -> NDArray[Any] | None:
+def _labels(store: actshard.Store, examples: NDArray[np.int64]) -> NDArray[np.generic] | None:
     if "label" not in store.info()["columns"]:
         return None
     every = store.read_columns(["label"])["label"].to_pylist()
@@ -321,7 +321,7 @@ class ActivationStore:
         """Frees the loaded data."""
         self._data: dict[int, NDArray[np.generic]] = {}
         self._prompts: list[str] = []
-        self._labels: NDArray[Any] | None = None
+        self._labels: NDArray[np.generic] | None = None
         self._prompt_to_idx: dict[str, int] = {}
         self._loaded = False
 

@@ -14,6 +14,9 @@ from actshard.layers import Layer
 from actshard.location import Location, network_io
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
     import pyarrow as pa
 
     from actshard._native import Rows
@@ -30,7 +33,7 @@ class Options:
     """Size of the cache of decoded data, in bytes."""
     checksums: bool = True
     """Whether to verify files against the checksums listed in the dataset."""
-    layout: Any = None
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None
     """A description of the folder's files, for formats that need one: a path, TOML text or a dict."""
 
     keep: bool = False
@@ -169,7 +172,7 @@ class Contents:
     router: Callable[[], Router | None] = lambda: None
     whole: Contents | None = None
     """The whole dataset, if these contents are a selection of its examples."""
-    layout: Any = None
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None
     """The ``layout=`` argument. It decides which values the files contain. Set when the dataset is opened."""
     chosen: Chosen | None = None
     """The selected examples, as numbers in ``whole``."""

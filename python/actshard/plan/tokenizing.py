@@ -228,7 +228,7 @@ def _predict(
     )
 
 
-def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -> list[Any] | None:
+def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -> list[object] | None:
     """The time for chat templates. If only records' own templates may use it, it is the time of the newest source."""
     if process.tells_time:
         return local_now()

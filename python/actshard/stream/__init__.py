@@ -197,7 +197,7 @@ class Stream(RowEpochs[Batch]):
     def _added(self, saved: dict[str, Any]) -> set[str]:
         return (set() if "dataset" in saved else _SINCE_2) | (set() if "sample" in saved else _SINCE_3)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """Everything that determines the rows of each batch and their values."""
         settings = {
             **super()._settings(),
@@ -214,7 +214,7 @@ class Stream(RowEpochs[Batch]):
                 settings["unit_bytes"] = self._native.unit_bytes
         return settings
 
-    def _ring(self) -> list[NDArray[Any]] | None:
+    def _ring(self) -> list[NDArray[np.generic]] | None:
         """The arrays that batches are written into; None if each batch gets a new array."""
         if self._buffers is not None:
             return [
@@ -238,7 +238,7 @@ class Stream(RowEpochs[Batch]):
         return token_labels
 
 
-def _check_buffers(buffers: Sequence[NDArray[np.generic]], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def _check_buffers(buffers: Sequence[NDArray[np.generic]], shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
     """Raises ArgumentError unless there are at least two arrays of this shape."""
     if len(buffers) < 2:
         raise ArgumentError(f"buffers: expected at least 2, of {shape} {dtype}: one is in use while the next is filled")
@@ -298,7 +298,7 @@ class RowLoop(Loop[Batch]):
             )
         self._overflows += overflows
 
-    def _yours(self, activations: NDArray[Any]) -> Any:
+    def _yours(self, activations: NDArray[np.generic]) -> NDArray[np.generic]:
         """The caller's own object (e.g. a torch tensor) for the buffer that was filled."""
         assert self._ring is not None
         assert self._source._buffers is not None

@@ -45,7 +45,7 @@ class BatchColumns:
         """The columns' values, read on first use and held."""
         if self._read is None:
             table = self._store.read_columns(self.names) if self.names else None
-            columns: dict[str, NDArray[Any] | TokenValues] = {}
+            columns: dict[str, NDArray[np.generic] | TokenValues] = {}
             for name in self.names:
                 assert table is not None
                 columns[name] = _values(self._store, name, table[name])
@@ -71,7 +71,7 @@ class TokenValues:
     def __init__(self, values: NDArray[np.generic], first: NDArray[np.int64], skipped: NDArray[np.int64]) -> None:
         self.values, self.first, self.skipped = values, first, skipped
 
-    def at(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+    def at(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.generic]:
         """The entries of tokens; 0 for special tokens without one."""
         has_entry = tokens >= self.skipped[examples]
         if has_entry.all():
@@ -94,7 +94,7 @@ class ReadColumns:
         token_examples: NDArray[np.int64],
         tokens: NDArray[np.int64],
         real: NDArray[np.bool_],
-    ) -> dict[str, NDArray[Any]]:
+    ) -> dict[str, NDArray[np.generic]]:
         """The columns of a batch of sequences.
 
         Args:
@@ -113,7 +113,7 @@ class ReadColumns:
         return arrays
 
 
-def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any] | TokenValues:
+def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[np.generic] | TokenValues:
     """A column as arrays."""
     import pyarrow as pa
 
@@ -130,7 +130,7 @@ def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any]
     return _numbers(store, name, column)
 
 
-def _numbers(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any]:
+def _numbers(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[np.generic]:
     import pyarrow as pa
 
     kind = column.type

@@ -75,7 +75,7 @@ class SequenceBatch:
         """Tokens of the longest sequence: ``max_seqlen`` of flash-attention."""
         return int(self.lengths.max(initial=0))
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
         """All arrays by name, columns included."""
         arrays_by_name = {name: getattr(self, name) for name in self.__slots__ if name != "columns"}
         return {name: array for name, array in arrays_by_name.items() if array is not None} | self.columns
@@ -313,7 +313,7 @@ class _SequenceLoop(Loop[SequenceBatch]):
         read = _Sequences(stream, epoch).read if pool is None else pool.read
         return ReadAhead(read, range(self._next, len(stream), self._every), _AHEAD)
 
-    def _made(self, arrays: tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]) -> SequenceBatch:
+    def _made(self, arrays: tuple[NDArray[np.int64], NDArray[np.generic], NDArray[np.int64]]) -> SequenceBatch:
         stream = self._source
         numbers, activations, tokens = arrays
         examples, lengths = stream._examples[numbers], stream._lengths[numbers]

@@ -124,7 +124,7 @@ class Processor(ABC):
         """Builds flat arrays from a prepared batch and its token ids."""
         if prepared.rows is not None:
             return prepared.rows
-        flat: dict[str, list[NDArray[Any]]] = {name: [] for name in self.fields}
+        flat: dict[str, list[NDArray[np.generic]]] = {name: [] for name in self.fields}
         lengths: dict[str, list[int]] = {name: [] for name in self.fields}
         problems = list(prepared.problems)
         position = 0
@@ -161,7 +161,7 @@ class Processor(ABC):
         """Returns data to keep for a record, and the texts to encode."""
 
     @abstractmethod
-    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         """Returns the row of a record, from the data kept and the token ids of its texts."""
 
     @abstractmethod
@@ -232,7 +232,7 @@ class TextProcessor(Processor):
             return None, [text]
         return None, [text + self._tail]
 
-    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         (ids,) = encoded
         if not self._head.size or (self._if_missing and np.array_equal(ids[:1], self._head)):
             return {IDS: ids}
@@ -329,7 +329,7 @@ class ChatProcessor(Processor):
                 raise _BadRecordError(f"field '{key}': may not set '{name}', which is set automatically")
         return template, variables
 
-    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         if self.format.encoding == "whole":
             ids, masks = self._whole(needs)
         else:
@@ -416,7 +416,7 @@ class PrebuiltProcessor(Processor):
             raise _BadRecordError(
                 f"field '{self.format.input_ids_key}': expected ids from 0 to {limits.max}, found {wrong}"
             )
-        row: dict[str, Any] = {
+        row: dict[str, NDArray[np.generic]] = {
             self.format.input_ids_key: ids.astype(self.fields[self.format.input_ids_key], copy=False)
         }
         key = self.format.loss_weights_key
@@ -454,7 +454,7 @@ class PrebuiltProcessor(Processor):
             raise _BadRecordError(f"field '{key}': expected numbers, found {_short(value)}")
         return array
 
-    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         return dict(needs)
 
     def metadata(self) -> dict[str, object]:
@@ -479,7 +479,7 @@ class SupervisedProcessor(Processor):
         tail = f" {self._tokenizer.eos_token}" if self._eos else ""
         return None, [_text(record, self.format.input_key), target + tail]
 
-    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         prompt, target = encoded
         head = _ids(self._tokenizer.bos_id if self._bos else None)
         ids = np.concatenate((head, prompt, target))

@@ -170,7 +170,7 @@ def table_of(
             raise ArgumentError(f"columns: {field.name!r}: expected {n} values, one per example, found {len(column)}")
         fields.append(field)
         values.append(column)
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, pa.Array] = {}
     if labels is not None:
         arrays[PATCH_LABELS] = as_numpy(labels).copy()
         if arrays[PATCH_LABELS].dtype != np.uint8:
@@ -214,7 +214,7 @@ def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
     return None if name is None else {b"dtype": name}
 
 
-def _column(name: str, values: Any, n: int) -> tuple[pa.Field, Any]:
+def _column(name: str, values: Any, n: int) -> tuple[pa.Field, pa.Array]:
     """Converts a column to Arrow."""
     import pyarrow as pa
 
@@ -299,7 +299,7 @@ _EXACT = ({str}, {int}, {float}, {bool}, {bytes})
 """Types of Python of which a column, if it has one only, is stored exactly or not at all."""
 
 
-def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedArray) -> tuple[Any, Any] | None:
+def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedArray) -> tuple[object, object] | None:
     """The first value that Arrow changed, and the stored one; None if all are equal. Arrow infers types from the first values."""
     import pyarrow as pa
 

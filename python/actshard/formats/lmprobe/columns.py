@@ -62,7 +62,7 @@ class LmprobeCarrying(Carrying):
         self, metadata: Mapping[str, object], contents: Contents | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         declared = metadata.get("model")
-        model: dict[str, Any] = declared if isinstance(declared, dict) else {}
+        model: dict[str, object] = declared if isinstance(declared, dict) else {}
         rest = {name: value for name, value in metadata.items() if name not in _OF_FILES}
         pooling = _hidden(metadata).get("pooling")
         options = {"pooling": pooling} if isinstance(pooling, str) else {}

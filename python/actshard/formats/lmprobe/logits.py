@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,18 @@ from actshard.errors import ArgumentError
 from actshard.formats.target import LOGITS, ROUTER, AllExamples, arrays_in
 from actshard.work import rename
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 def is_router(name: str) -> bool:
     """Whether a column contains the router logits of a layer."""
     return name.startswith(ROUTER) and name.removeprefix(ROUTER).lstrip("-").isdigit()
 
 
-def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[str, Any]) -> dict[str, Any]:
+def write_logits(
+    root: Path, limit: int, examples: AllExamples, columns: dict[str, pa.Array | pa.ChunkedArray]
+) -> dict[str, Any]:
     """Writes logits and router tensors to files and removes them from the columns. Returns their descriptors.
 
     Args:

@@ -151,7 +151,7 @@ class _Extractions:
         keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
         schema = _schema(datasets).with_metadata(keys)
 
-        def renumbered(p: int, columns: dict[str, Any], row: int, n: int) -> None:
+        def renumbered(p: int, columns: dict[str, pa.Array | pa.ChunkedArray], row: int, n: int) -> None:
             """Replaces the addresses in a batch of a part's index."""
             if self.hidden[p] is not None:
                 columns["shard_index"] = _plus(columns["shard_index"], self.last_at[p])
@@ -174,7 +174,7 @@ def _write_index(
     to: Path | pa.NativeFile,
     datasets: Sequence[Extraction],
     schema: pa.Schema,
-    renumbered: Callable[[int, dict[str, Any], int, int], None],
+    renumbered: Callable[[int, dict[str, pa.ChunkedArray], int, int], None],
 ) -> None:
     """Writes the merged index to a path or a stream of pyarrow.
 

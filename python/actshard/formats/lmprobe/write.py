@@ -438,7 +438,7 @@ class LmprobeTarget(Target):
             return {**descriptor, "last_token_shards": lasts, "shards": shards}
         return {**descriptor, "pooling": self.pooling, "row_bytes": self.row_bytes, "shards": shards}
 
-    def _columns(self, examples: AllExamples, tokens: NDArray[np.int64]) -> dict[str, Any]:
+    def _columns(self, examples: AllExamples, tokens: NDArray[np.int64]) -> dict[str, pa.Array | pa.ChunkedArray]:
         """The index's columns by name, except the per-token lists."""
         import pyarrow as pa
 
@@ -476,7 +476,9 @@ class LmprobeTarget(Target):
         except pa.ArrowException as error:
             raise ArgumentError(f"num_tokens: expected 32-bit integers: {error}") from error
 
-    def _write_index(self, examples: AllExamples, columns: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _write_index(
+        self, examples: AllExamples, columns: dict[str, pa.Array | pa.ChunkedArray], tensors: dict[str, Any]
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
