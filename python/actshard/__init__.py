@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actshard._native import build_info
 from actshard.converting import Conversion, convert
@@ -173,7 +173,7 @@ _ON_FIRST_USE = {
 """Names that are imported on first use, with their modules, so that ``import actshard`` stays fast."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in ("plan", "plot", "tokens"):
         return importlib.import_module(f"actshard.{name}")
     if name not in _ON_FIRST_USE:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -29,15 +29,21 @@ from actshard.errors import (
     UnsupportedError,
 )
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 Io = Literal["auto", "mmap", "pread"]
 Overflow = Literal["refuse", "allow"]
 Kept = Literal["all", "content", "last"]
 """Tokens that a conversion keeps."""
 
-NUMPY_BY_NAME: dict[str, np.dtype[Any]] = {}
+Item = TypeVar("Item")
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+NUMPY_BY_NAME: dict[str, np.dtype[np.generic]] = {}
 """Maps safetensors dtype names to numpy (or ml_dtypes) dtypes."""
 
-_NAME_BY_NUMPY: dict[np.dtype[Any], str] = {}
+_NAME_BY_NUMPY: dict[np.dtype[np.generic], str] = {}
 
 
 def _fill_tables() -> None:
@@ -58,10 +64,10 @@ _fill_tables()
 _SHORT_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "fp64": "float64", "fp8": "float8_e4m3fn"}
 
 
-def numpy_type(value: Any, what: str) -> np.dtype[Any]:
+def numpy_type(value: Any, what: str) -> np.dtype[np.generic]:
     """Converts to a numpy dtype; ``what`` is the message's prefix."""
     try:
-        numpy_dtype: np.dtype[Any] = np.dtype(value)
+        numpy_dtype: np.dtype[np.generic] = np.dtype(value)
     # np.dtype parses strings, lists and dicts, and reads other objects' dtype attribute: each raises different errors.
     except (TypeError, ValueError, SyntaxError, ArithmeticError, LookupError, AttributeError, RecursionError) as error:
         meant = _SHORT_NAMES.get(value) if isinstance(value, str) else None
@@ -69,12 +75,12 @@ def numpy_type(value: Any, what: str) -> np.dtype[Any]:
     return numpy_dtype
 
 
-def is_one_of(value: Any, words: Iterable[str]) -> bool:
+def is_one_of(value: object, words: Iterable[str]) -> TypeGuard[str]:
     """Whether a value is a str and one of ``words``. Safe for arrays, which compare elementwise."""
     return isinstance(value, str) and value in tuple(words)
 
 
-def one_of(value: Any, words: Iterable[str], name: str) -> str:
+def one_of(value: object, words: Iterable[str], name: str) -> str:
     """Returns a value that is one of ``words``; ``name`` is the argument's. Raises ArgumentError, with the nearest word."""
     words = tuple(words)
     if is_one_of(value, words):
@@ -84,7 +90,7 @@ def one_of(value: Any, words: Iterable[str], name: str) -> str:
     raise ArgumentError(f"{name} must be one of {', '.join(words)}, not {value!r}{meant}")
 
 
-def as_array(value: Any, expected: str) -> NDArray[Any]:
+def as_array(value: object, expected: str) -> NDArray[np.generic]:
     """Converts to a numpy array; ``expected`` begins the error message.
 
     Raises:
@@ -104,7 +110,7 @@ def as_array(value: Any, expected: str) -> NDArray[Any]:
         raise ArgumentError(f"{expected}, found {type(value).__name__}: {error}") from error
 
 
-def count_masked(value: Any) -> int:
+def count_masked(value: object) -> int:
     """Counts the masked values of a masked array, or of nested lists of arrays."""
     if isinstance(value, np.ma.MaskedArray):
         return int(np.count_nonzero(value.mask))
@@ -113,7 +119,7 @@ def count_masked(value: Any) -> int:
     return sum(count_masked(item) for item in value if isinstance(item, list | tuple | np.ma.MaskedArray))
 
 
-def listed(values: Iterable[Any], expected: str) -> list[Any]:
+def listed(values: Iterable[Item], expected: str) -> list[Item]:
     """Converts an iterable to a list; ``expected`` begins the error message."""
     try:
         return list(values)
@@ -123,14 +129,14 @@ def listed(values: Iterable[Any], expected: str) -> list[Any]:
         raise NoMemoryError(f"{expected}, found {type(values).__name__} too large for memory") from error
 
 
-def switch(value: Any, what: str) -> bool:
+def switch(value: object, what: str) -> bool:
     """Converts a flag to bool. Also accepts integers and None, which other libraries use."""
     if value is not None and not isinstance(value, bool | np.bool_ | int | np.integer):
         raise ArgumentTypeError(f"{what}: expected true or false, found {value!r:.80}")
     return bool(value)
 
 
-def dtype(value: DTypeLike) -> tuple[np.dtype[Any], str]:
+def dtype(value: DTypeLike) -> tuple[np.dtype[np.generic], str]:
     """Returns the requested numpy dtype and its safetensors name."""
     # Accepts torch dtypes, which print as "torch.float32".
     if type(value).__module__ == "torch" and str(value).startswith("torch."):
@@ -144,39 +150,39 @@ def dtype(value: DTypeLike) -> tuple[np.dtype[Any], str]:
     return numpy_dtype, name
 
 
-def elements(array: Any) -> tuple[NDArray[np.uint8], str]:
+def elements(array: object) -> tuple[NDArray[np.uint8], str]:
     """Returns an array's elements as flat bytes, and their safetensors name. A view if contiguous and native, else a copy."""
     values = np.asarray(array)
     native = np.ascontiguousarray(values, values.dtype.newbyteorder("="))
     return native.reshape(-1).view(np.uint8), name_of(native.dtype)
 
 
-def stored(name: str) -> np.dtype[Any]:
+def stored(name: str) -> np.dtype[np.generic]:
     """The numpy dtype of a safetensors name."""
     return NUMPY_BY_NAME[name]
 
 
 def pickled_array(
     data: bytearray, name: str, swapped: bool, shape: list[int], fortran: bool, over_buffer: bool
-) -> NDArray[Any]:
+) -> NDArray[np.generic]:
     """Returns a numpy array over the memory of ``data``, for an array in a pickle.
 
     Its byte order is that of numpy's own unpickling: ``_frombuffer`` keeps the stored order, ``ndarray.__setstate__`` swaps bytes
     to native order.
     """
     dtype = NUMPY_BY_NAME[name]
-    order: Any = "F" if fortran else "C"
-    array: NDArray[Any] = np.ndarray(shape, dtype.newbyteorder("S") if swapped else dtype, data, order=order)
+    order: Literal["F", "C"] = "F" if fortran else "C"
+    array: NDArray[np.generic] = np.ndarray(shape, dtype.newbyteorder("S") if swapped else dtype, data, order=order)
     return array.byteswap(inplace=True).view(dtype) if swapped and not over_buffer else array
 
 
-def pickled_scalar(data: bytes, name: str, swapped: bool) -> Any:
+def pickled_scalar(data: bytes, name: str, swapped: bool) -> object:
     """Returns a numpy scalar of a pickle."""
     dtype = NUMPY_BY_NAME[name]
     return np.frombuffer(data, dtype.newbyteorder("S") if swapped else dtype)[0]
 
 
-def name_of(stored: np.dtype[Any], path: str | os.PathLike[str] | None = None) -> str:
+def name_of(stored: np.dtype[np.generic], path: str | os.PathLike[str] | None = None) -> str:
     """The safetensors name of a stored dtype."""
     name = _NAME_BY_NUMPY.get(stored)
     if name is None:
@@ -234,12 +240,12 @@ def local_path(value: Any, what: str = "path", remedy: str = "Copy the data to a
     return path
 
 
-def is_file_url(value: Any) -> bool:
+def is_file_url(value: object) -> bool:
     """Whether a value is the URL of a local file or folder."""
     return isinstance(value, str) and value[:7].lower() == "file://"
 
 
-def is_url_elsewhere(value: Any) -> TypeGuard[str]:
+def is_url_elsewhere(value: object) -> TypeGuard[str]:
     """Whether a value is a URL of any kind, but not that of a local file or folder."""
     return isinstance(value, str) and "://" in value and not is_file_url(value)
 
@@ -329,13 +335,13 @@ def whole(
     raise kind(f"{what}: expected an integer {expected}, found {value!r:.80}")
 
 
-def check_progress(progress: Any) -> None:
+def check_progress(progress: object) -> None:
     """Raises ArgumentTypeError if ``progress`` is neither None nor a function."""
     if progress is not None and not callable(progress):
         raise ArgumentTypeError(f"progress: expected a function, found {type(progress).__name__}")
 
 
-def real(value: Any) -> float | None:
+def real(value: object) -> float | None:
     """Returns a Python or numpy number as float. None: another type, a bool, or an integer outside of float64's range."""
     if not isinstance(value, int | float | np.integer | np.floating) or isinstance(value, bool):
         return None
@@ -345,13 +351,13 @@ def real(value: Any) -> float | None:
         return None
 
 
-def refuse_bools(values: Any, array: NDArray[Any], what: str) -> None:
+def refuse_bools(values: object, array: NDArray[np.generic], what: str) -> None:
     """Raises ArgumentError if a list of integers contains a bool. ``array``, made from the list, contains it as 0 or 1."""
     if isinstance(values, list | tuple) and array.dtype.kind in "iu" and (bad := _bool_in(values)) is not None:
         raise ArgumentError(f"{what}: expected integers, found {bad} among them")
 
 
-def _bool_in(values: list[Any] | tuple[Any, ...]) -> bool | None:
+def _bool_in(values: list[object] | tuple[object, ...]) -> bool | None:
     """The first bool of nested lists, which numpy reads as 0 or 1; None if there is none."""
     kinds = set(map(type, values))
     if kinds == {int}:
@@ -362,7 +368,7 @@ def _bool_in(values: list[Any] | tuple[Any, ...]) -> bool | None:
     return next((flag for value in nested if (flag := _bool_in(value)) is not None), None)
 
 
-def _integers(values: Any, what: str) -> NDArray[np.int64]:
+def _integers(values: object, what: str) -> NDArray[np.int64]:
     array = as_array(values, f"{what}: expected an integer or an array of integers")
     refuse_bools(values, array, what)
     if array.size == 0 and array.dtype == np.float64 and not isinstance(values, np.ndarray):
@@ -380,13 +386,13 @@ def _integers(values: Any, what: str) -> NDArray[np.int64]:
     return np.require(array, np.int64, ["C", "A"])
 
 
-def index(values: Any, what: str) -> tuple[NDArray[np.int64], list[int]]:
+def index(values: object, what: str) -> tuple[NDArray[np.int64], list[int]]:
     """Returns integers as one flat int64 array, and their original shape; a single integer has shape [1]."""
     array = _integers(values, what)
     return np.ascontiguousarray(array).reshape(-1), list(array.shape) or [1]
 
 
-def flat(values: Any, what: str) -> NDArray[np.int64]:
+def flat(values: object, what: str) -> NDArray[np.int64]:
     """Returns a list of integers, or a single one, as a 1-D int64 array. An empty array may have any dtype."""
     if type(values) is np.ndarray and values.dtype == np.int64 and values.ndim == 1 and values.flags.c_contiguous:
         return values
@@ -398,7 +404,7 @@ def flat(values: Any, what: str) -> NDArray[np.int64]:
     return array
 
 
-def members(values: Any, count: int, what: str, path: Path | None = None) -> NDArray[np.int64]:
+def members(values: object, count: int, what: str, path: Path | None = None) -> NDArray[np.int64]:
     """Returns indices into ``count`` members as one int64 array; negative indices count from the end.
 
     Raises:
@@ -416,7 +422,7 @@ def members(values: Any, count: int, what: str, path: Path | None = None) -> NDA
     return np.ascontiguousarray(numbers)
 
 
-def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
+def broadcast(examples: ArrayLike, tokens: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64], list[int]]:
     """Returns broadcast examples and tokens as flat int64 arrays, and their common shape."""
     e, t = _integers(examples, "examples"), _integers(tokens, "tokens")
     try:
@@ -427,13 +433,13 @@ def broadcast(examples: Any, tokens: Any) -> tuple[NDArray[np.int64], NDArray[np
     return np.ascontiguousarray(e).reshape(-1), np.ascontiguousarray(t).reshape(-1), shape
 
 
-def shared(array: NDArray[Any]) -> NDArray[Any]:
+def shared(array: NDArray[Scalar]) -> NDArray[Scalar]:
     """Makes an array read-only that a store or a loop keeps and returns several times."""
     array.flags.writeable = False
     return array
 
 
-def writable(out: Any, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
+def writable(out: object, dtype: np.dtype[np.generic], shape: list[int]) -> NDArray[np.generic]:
     """Returns a view of the caller's buffer as a numpy array. It must be C-contiguous, writable and of the exact size."""
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     array = _share(out)
@@ -450,7 +456,7 @@ def writable(out: Any, dtype: np.dtype[Any], shape: list[int]) -> NDArray[Any]:
     return array
 
 
-def _share(out: Any) -> NDArray[Any]:
+def _share(out: Any) -> NDArray[np.generic]:
     """Returns a numpy array over the same memory; never a copy."""
     if isinstance(out, np.ndarray):
         return out
@@ -463,7 +469,7 @@ def _share(out: Any) -> NDArray[Any]:
         if not out.is_contiguous():
             raise ArgumentError("out: expected a contiguous tensor")
         name = str(out.dtype).removeprefix("torch.")
-        flat: NDArray[Any] = out.detach().view(-1).view(torch.uint8).numpy()
+        flat: NDArray[np.generic] = out.detach().view(-1).view(torch.uint8).numpy()
         try:
             return flat.view(np.dtype(name)) if name != "uint8" else flat
         except TypeError as error:

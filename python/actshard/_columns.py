@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def numbers(values: NDArray[Any]) -> pa.Array:
+def numbers(values: NDArray[np.generic]) -> pa.Array:
     """A column of integers or floats ``(n,)``, without nulls. Shares memory with ``values`` where these are contiguous."""
     import pyarrow as pa
 
@@ -26,7 +26,7 @@ def numbers(values: NDArray[Any]) -> pa.Array:
     return pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
 
 
-def array_of(column: pa.Array | pa.ChunkedArray) -> NDArray[Any]:
+def array_of(column: pa.Array | pa.ChunkedArray) -> NDArray[np.generic]:
     """The values of a column of integers or floats ``(n,)``, which must not have nulls. A read-only view of one chunk."""
     import pyarrow as pa
 

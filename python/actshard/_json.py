@@ -59,7 +59,7 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
     if values > MAX_VALUES:
         raise FormatError(f"expected metadata of at most {MAX_VALUES} JSON values, found about {values}", path=path)
 
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
         fields = dict(pairs)
         if len(fields) != len(pairs):
             counts = Counter(key for key, _ in pairs)
@@ -67,7 +67,7 @@ def parse_json(text: str, path: str | os.PathLike[str]) -> Any:
             raise FormatError(f"field '{repeated_key}': appears twice", path=path, code="metadata")
         return fields
 
-    def no_constant(word: str) -> Any:
+    def no_constant(word: str) -> object:
         raise FormatError(f"expected JSON, found the constant {word}", path=path)
 
     try:
@@ -95,7 +95,7 @@ def utf8(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def show(value: Any) -> str:
+def show(value: object) -> str:
     """Formats a value as JSON for a message, at most 60 characters."""
     text = json.dumps(value, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -108,7 +108,7 @@ class Fields:
     field is a fault. If faults are collected, the method returns a stand-in, and :meth:`check` ends the parse before it is used.
     """
 
-    def __init__(self, value: Any, path: Path | Location, where: str = "", faults: Faults = RAISE) -> None:
+    def __init__(self, value: object, path: Path | Location, where: str = "", faults: Faults = RAISE) -> None:
         if not isinstance(value, dict):
             prefix = f"field '{where}': " if where else ""
             code = "metadata" if where else None
@@ -226,7 +226,7 @@ def read_lines(path: Path | Location) -> Iterator[tuple[int, dict[str, Any]]]:
                 yield number, _parse_line(line, number, path, file.tell() - len(line))
 
 
-def _parse_line(line: bytes, number: int, path: Path | Location, offset: int) -> dict[str, Any]:
+def _parse_line(line: bytes, number: int, path: Path | Location, offset: int) -> dict[str, object]:
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:

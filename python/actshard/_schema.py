@@ -75,7 +75,7 @@ _RULES = {
 class MismatchError(Exception):
     """A value that its type does not accept; ``steps`` lead to it."""
 
-    def __init__(self, expected: str, value: Any, *steps: str | int, remedy: str = "") -> None:
+    def __init__(self, expected: str, value: object, *steps: str | int, remedy: str = "") -> None:
         super().__init__(expected)
         self.expected = expected
         self.value = value
@@ -89,7 +89,7 @@ class MismatchError(Exception):
         return f"field '{name.lstrip('.')}': expected {self.expected}, found {actual}{self.remedy}"
 
 
-def read(kind: type[Kind], value: Any, path: Path | Location, where: str = "") -> Kind:
+def read(kind: type[Kind], value: object, path: Path | Location, where: str = "") -> Kind:
     """Returns JSON values as a dataclass.
 
     Args:
@@ -107,14 +107,14 @@ def read(kind: type[Kind], value: Any, path: Path | Location, where: str = "") -
         raise FormatError(error.described(where), path=path, code="metadata") from error
 
 
-def read_value(kind: type[Kind], value: Any) -> Kind:
+def read_value(kind: type[Kind], value: object) -> Kind:
     """As :func:`read`. Raises MismatchError."""
-    hint: Any = kind
+    hint: object = kind
     result: Kind = _reader(hint)(value)
     return result
 
 
-def json_values(value: Any) -> Any:
+def json_values(value: object) -> Any:
     """Returns a dataclass as the JSON values that :func:`read` reads."""
     if is_dataclass(value):
         items = [(f, getattr(value, f.name)) for f in fields(value)]
@@ -152,14 +152,14 @@ def _reader(hint: Any) -> _Parser:
     return _tuple(hint._make, tuple(hints.values()), f" [{', '.join(hints)}]")
 
 
-def _any(value: Any) -> Any:
+def _any(value: object) -> object:
     if value is _NOTHING:
         raise MismatchError("a value", value)
     return value
 
 
 def _scalar(kind: type, rule: Rule) -> _Parser:
-    def read_scalar(value: Any) -> Any:
+    def read_scalar(value: object) -> object:
         if type(value) is not kind or not rule.accepts(value):
             raise MismatchError(rule.expected, value)
         return value
@@ -167,12 +167,12 @@ def _scalar(kind: type, rule: Rule) -> _Parser:
     return read_scalar
 
 
-def _ruled(hint: Any, rule: Rule) -> _Parser:
+def _ruled(hint: object, rule: Rule) -> _Parser:
     if hint in _RULES:
         return _scalar(hint, rule)
     inner = _reader(hint)
 
-    def read_ruled(value: Any) -> Any:
+    def read_ruled(value: object) -> object:
         result = inner(value)
         if not rule.accepts(result):
             raise MismatchError(rule.expected, value)
@@ -181,14 +181,14 @@ def _ruled(hint: Any, rule: Rule) -> _Parser:
     return read_ruled
 
 
-def _path(value: Any) -> Path:
+def _path(value: object) -> Path:
     if type(value) is not str or not is_file_text(value) or not Path(value).is_absolute():
         raise MismatchError("an absolute path", value)
     return Path(value)
 
 
-def _literal(accepted: tuple[Any, ...]) -> _Parser:
-    def read_literal(value: Any) -> Any:
+def _literal(accepted: tuple[object, ...]) -> _Parser:
+    def read_literal(value: object) -> object:
         if not any(type(value) is type(choice) and value == choice for choice in accepted):
             raise MismatchError(f"one of {', '.join(map(str, accepted))}", value)
         return value
@@ -196,10 +196,10 @@ def _literal(accepted: tuple[Any, ...]) -> _Parser:
     return read_literal
 
 
-def _union(kinds: tuple[Any, ...]) -> _Parser:
+def _union(kinds: tuple[object, ...]) -> _Parser:
     objects: list[Any] = [kind for kind in kinds if is_dataclass(kind)]
 
-    def read_union(value: Any) -> Any:
+    def read_union(value: object) -> object:
         if isinstance(value, dict) and objects:  # the one whose fields the value has
             return _reader(max(objects, key=lambda kind: len(kind.__dataclass_fields__.keys() & value.keys())))(value)
         errors = []
@@ -214,7 +214,7 @@ def _union(kinds: tuple[Any, ...]) -> _Parser:
     return read_union
 
 
-def _inner(reader: _Parser, value: Any, step: str | int) -> Any:
+def _inner(reader: _Parser, value: object, step: str | int) -> object:
     try:
         return reader(value)
     except MismatchError as error:
@@ -222,10 +222,10 @@ def _inner(reader: _Parser, value: Any, step: str | int) -> Any:
         raise
 
 
-def _list(hint: Any) -> _Parser:
+def _list(hint: object) -> _Parser:
     inner = _reader(hint)
 
-    def read_list(value: Any) -> Any:
+    def read_list(value: object) -> object:
         if not isinstance(value, list | tuple):
             raise MismatchError("a list", value)
         return tuple([_inner(inner, item, i) for i, item in enumerate(value)])
@@ -233,10 +233,10 @@ def _list(hint: Any) -> _Parser:
     return read_list
 
 
-def _tuple(make: Callable[[Any], Any], hints: tuple[Any, ...], names: str) -> _Parser:
+def _tuple(make: Callable[[Any], object], hints: tuple[object, ...], names: str) -> _Parser:
     readers = [_reader(hint) for hint in hints]
 
-    def read_tuple(value: Any) -> Any:
+    def read_tuple(value: object) -> object:
         if not isinstance(value, list | tuple) or len(value) != len(readers):
             raise MismatchError(f"a list of {len(readers)} values{names}", value)
         return make([_inner(reader, item, i) for i, (reader, item) in enumerate(zip(readers, value, strict=True))])
@@ -244,10 +244,10 @@ def _tuple(make: Callable[[Any], Any], hints: tuple[Any, ...], names: str) -> _P
     return read_tuple
 
 
-def _object(hint: Any) -> _Parser:
+def _object(hint: object) -> _Parser:
     inner = _reader(hint)
 
-    def read_object(value: Any) -> Any:
+    def read_object(value: object) -> object:
         if not isinstance(value, dict):
             raise MismatchError("an object", value)
         return {name: _inner(inner, item, name) for name, item in value.items()}
@@ -260,7 +260,7 @@ def _dataclass(kind: Any) -> _Parser:
     readers = {f.name: _reader(hints[f.name]) for f in fields(kind)}
     optional = {f.name for f in fields(kind) if f.default is not MISSING or f.default_factory is not MISSING}
 
-    def read_dataclass(value: Any) -> Any:
+    def read_dataclass(value: object) -> object:
         if not isinstance(value, dict):
             raise MismatchError("an object", value)
         if unknown := [name for name in value if name not in readers]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from actshard.errors import ClosedError, NotStoredError
 from actshard.formats.contents import Contents
@@ -15,7 +15,7 @@ class Without:
     def __init__(self, contents: Contents) -> None:
         self._path = contents.path
 
-    def gather(self, *_: Any) -> NoReturn:
+    def gather(self, *_: object) -> NoReturn:
         """Raises NotStoredError."""
         raise NotStoredError("the dataset contains no hidden states", path=self._path)
 
@@ -28,7 +28,7 @@ class Closed(Without):
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def gather(self, *_: Any) -> NoReturn:
+    def gather(self, *_: object) -> NoReturn:
         """Raises ClosedError."""
         raise ClosedError("the store was closed", path=self._path)
 

@@ -11,10 +11,10 @@ from typing import Any
 class ReadAhead:
     """Reads batches on a thread, up to ``ahead`` batches before they are requested."""
 
-    def __init__(self, read: Callable[[int], Any], numbers: Iterable[int], ahead: int) -> None:
+    def __init__(self, read: Callable[[int], object], numbers: Iterable[int], ahead: int) -> None:
         self._read, self._numbers, self._most = read, numbers, ahead
         self._changed = threading.Condition()
-        self._held: deque[Any] = deque()
+        self._held: deque[object] = deque()
         self._ended = self._stopped = False
         self._error: BaseException | None = None
         # A daemon thread: an abandoned loop does not keep the process alive.

@@ -19,7 +19,7 @@ rectangular.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,12 +64,12 @@ class _Lazy(ABC):
         self._layer = store.layers[store.group_of(layer)]
         self._asked = None if dtype is None else _arguments.dtype(dtype)[0]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self._store, self._layer, self._asked)
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[Any, ...]:
+    def shape(self) -> tuple[int | None, ...]:
         """Lengths of the axes."""
 
     @property
@@ -114,7 +114,7 @@ class _Lazy(ABC):
     def _shown(self) -> str:
         """The shape, for ``repr``."""
 
-    def _whole(self, examples: NDArray[np.int64], dtype: np.dtype[Any] | None) -> NDArray[Any]:
+    def _whole(self, examples: NDArray[np.int64], dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         """All tokens of these examples, one after another, ``(rows, d_model)``: a view of one example if possible, else a copy."""
         if self._store.contents.layers_differ:  # reading an example that lacks the layer is an error
             examples = examples[self._lengths(examples) > 0]
@@ -122,7 +122,7 @@ class _Lazy(ABC):
             return self._store.sequence(int(examples[0]), self._layer)
         lost: list[int] = []
         group = self._store.group_of(self._layer)
-        rows: NDArray[Any] = self._store.rows.gather_whole(group, examples, None, dtype, lost)
+        rows: NDArray[np.generic] = self._store.rows.gather_whole(group, examples, None, dtype, lost)
         if lost:
             text = (
                 f"{self._store.path}: layer {plain(self._layer)}: {lost[0]} finite values became infinite as {dtype}."
@@ -134,7 +134,7 @@ class _Lazy(ABC):
         """Tokens of these examples, without counting the others."""
         return self._store.rows.tokens_of(self._store.group_of(self._layer), examples)
 
-    def _gather(self, examples: Any, tokens: Any) -> NDArray[Any]:
+    def _gather(self, examples: ArrayLike, tokens: ArrayLike) -> NDArray[np.generic]:
         """One row per (example, token), with the shape of the indices: a copy."""
         if not np.size(examples) or not np.size(tokens):  # the store warns about empty lists; an empty slice is valid
             self._store.check_open()
@@ -142,21 +142,23 @@ class _Lazy(ABC):
         return self._store.gather(self._layer, examples, tokens, dtype=self._asked)
 
     @abstractmethod
-    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         """The whole array, as ``dtype``."""
 
     @abstractmethod
-    def _view(self) -> NDArray[Any] | None:
+    def _view(self) -> NDArray[np.generic] | None:
         """The whole array as a read-only view of the mapped file; None if the files' layout does not allow it."""
 
-    def _view_of_all(self) -> tuple[NDArray[Any], int, int | None] | None:
+    def _view_of_all(self) -> tuple[NDArray[np.generic], int, int | None] | None:
         """A view that contains all rows, ``(r, d_model)``; the first example's row in it; rows from one example to the next."""
         if self.dtype != self._store.dtype:
             return None
-        view: tuple[NDArray[Any], int, int | None] | None = self._store.rows.view_all(self._store.group_of(self._layer))
+        view: tuple[NDArray[np.generic], int, int | None] | None = self._store.rows.view_all(
+            self._store.group_of(self._layer)
+        )
         return view
 
-    def _view_of_examples(self, tokens_each: int) -> NDArray[Any] | None:
+    def _view_of_examples(self, tokens_each: int) -> NDArray[np.generic] | None:
         """All examples, of ``tokens_each`` rows, as a view ``(n, tokens_each, d_model)``."""
         if (view := self._view_of_all()) is None:
             return None
@@ -228,7 +230,7 @@ class LayerArray(_Lazy):
     def __iter__(self) -> Iterator[NDArray[Any]]:
         return (self[i] for i in range(len(self)))
 
-    def __getitem__(self, key: Any) -> NDArray[Any]:
+    def __getitem__(self, key: object) -> NDArray[Any]:
         """Reads a part; see the class.
 
         Raises:
@@ -238,7 +240,7 @@ class LayerArray(_Lazy):
             Errors of :meth:`Store.gather`.
         """
         if type(key) is tuple and len(key) == 2 and type(key[0]) is int and type(key[1]) is int:
-            row: NDArray[Any] = self._gather(index_of(key[0], len(self), "example"), key[1])[0]
+            row: NDArray[np.generic] = self._gather(index_of(key[0], len(self), "example"), key[1])[0]
             return row
         if type(key) is int and -len(self) <= key < len(self):
             return self._store.sequence(key if key >= 0 else key + len(self), self._layer, dtype=self._asked)
@@ -258,7 +260,7 @@ class LayerArray(_Lazy):
         examples, tokens = np.nonzero(mask)
         return examples, tokens
 
-    def _tokens(self, part: Any, examples: Any) -> Any:
+    def _tokens(self, part: Any, examples: int | slice | NDArray[np.int64]) -> Any:
         """Tokens that are not a slice, as an int or an array. The store counts negative ones from each example's end."""
         if isinstance(part, np.ndarray) and part.dtype == bool:
             tokens_each = int(self._lengths(np.array([examples]))[0]) if isinstance(examples, int) else self._each
@@ -272,7 +274,7 @@ class LayerArray(_Lazy):
             index_of(part, self._each, "token")
         return part
 
-    def _rows(self, examples: Any, tokens: Any) -> NDArray[Any]:
+    def _rows(self, examples: Any, tokens: Any) -> NDArray[np.generic]:
         """The rows of resolved examples and of tokens that are integers or a slice."""
         if isinstance(tokens, slice):
             return self._sliced(examples, tokens)
@@ -289,7 +291,7 @@ class LayerArray(_Lazy):
         rows = self._gather(numbers if numbers.ndim else examples, tokens)
         return rows.reshape(*shape, self._store.d_model)
 
-    def _sliced(self, examples: Any, tokens: slice) -> NDArray[Any]:
+    def _sliced(self, examples: int | slice | NDArray[np.int64], tokens: slice) -> NDArray[np.generic]:
         """The same slice of each example."""
         d_model = self._store.d_model
         if isinstance(examples, int):
@@ -313,7 +315,7 @@ class LayerArray(_Lazy):
         positions = starts[:, None] + np.arange(count) * ranges[0].step
         return self._gather(np.broadcast_to(flat[:, None], positions.shape), positions).reshape(shape)
 
-    def _part_of(self, example: int, tokens: slice) -> NDArray[Any]:
+    def _part_of(self, example: int, tokens: slice) -> NDArray[np.generic]:
         """A slice of one example: a view if possible."""
         store = self._store
         if tokens == slice(None):
@@ -335,10 +337,10 @@ class LayerArray(_Lazy):
             )
         return self._each
 
-    def _view(self) -> NDArray[Any] | None:
+    def _view(self) -> NDArray[np.generic] | None:
         return self._view_of_examples(self._even())
 
-    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         tokens_each = self._even()
         return self._whole(np.arange(len(self)), dtype).reshape(len(self), tokens_each, self._store.d_model)
 
@@ -423,7 +425,7 @@ class RowArray(_Lazy):
     def __iter__(self) -> Iterator[NDArray[Any]]:
         return (self[i] for i in range(len(self)))
 
-    def __getitem__(self, key: Any) -> NDArray[Any]:
+    def __getitem__(self, key: object) -> NDArray[Any]:
         """Reads a part; see the class.
 
         Raises:
@@ -440,7 +442,7 @@ class RowArray(_Lazy):
             read = self._gather(*self.locate(chosen)).reshape(*np.shape(chosen), self._store.d_model)
         return _narrowed(read, elements)
 
-    def _run(self, numbers: range) -> NDArray[Any]:
+    def _run(self, numbers: range) -> NDArray[np.generic]:
         """Rows of a slice. Adjacent rows are read as whole examples, so that a block needs no index per row."""
         if numbers.step == 1 and len(numbers):
             first, last = np.searchsorted(self._ends, (numbers[0], numbers[-1]), "right").tolist()
@@ -451,7 +453,7 @@ class RowArray(_Lazy):
                 return block[numbers[0] - begin : numbers[-1] + 1 - begin]
         return self._gather(*self.locate(np.arange(numbers.start, numbers.stop, numbers.step)))
 
-    def _view(self) -> NDArray[Any] | None:
+    def _view(self) -> NDArray[np.generic] | None:
         counts = self._counts
         if len(counts) and int(counts.min()) == int(counts.max()) == 1:  # evenly spaced rows form an array too
             examples = self._view_of_examples(1)
@@ -459,11 +461,13 @@ class RowArray(_Lazy):
         view = self._view_of_all()
         return view[0] if view is not None and view[2] is None and len(view[0]) == len(self) else None
 
-    def _read(self, dtype: np.dtype[Any] | None) -> NDArray[Any]:
+    def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
         return self._whole(np.arange(self._store.num_examples), dtype)
 
 
-def _parts(key: Any, ndim: int, masked: Any) -> list[Any]:
+def _parts(
+    key: object, ndim: int, masked: Callable[[NDArray[np.bool_]], tuple[NDArray[np.int64], NDArray[np.int64]]] | None
+) -> list[Any]:
     """One index per axis; axes that the key does not name are whole."""
     parts = list(key) if isinstance(key, tuple) else [key]
     parts = [plain_index(part) for part in parts]
@@ -500,13 +504,15 @@ def _numbers(part: slice, count: int) -> NDArray[np.int64]:
     return np.arange(*part.indices(count))
 
 
-def _narrowed(rows: NDArray[Any], part: Any) -> NDArray[Any]:
+def _narrowed(rows: NDArray[Any], part: int | slice | NDArray[np.generic]) -> NDArray[np.generic]:
     """Rows cut to a part of their last axis."""
-    elements: NDArray[Any] = rows[..., part if isinstance(part, slice) else index_of(part, rows.shape[-1], "element")]
+    elements: NDArray[np.generic] = rows[
+        ..., part if isinstance(part, slice) else index_of(part, rows.shape[-1], "element")
+    ]
     return elements
 
 
-def _check_elements(first: Any, second: Any, elements: Any) -> None:
+def _check_elements(first: object, second: object, elements: object) -> None:
     """Refuses lists of elements where numpy would pair them with other lists, or move their axis to the front."""
     if not isinstance(elements, np.ndarray):
         return

@@ -81,6 +81,6 @@ def _folder(folder: str | os.PathLike[str] | None) -> Path:
     return path
 
 
-def _missing(path: Path, folder: Any) -> None:
+def _missing(path: Path, folder: object) -> None:
     if folder is not None:
         raise MissingFileError("expected a cache on disk, found none", path=path)

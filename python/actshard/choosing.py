@@ -57,7 +57,7 @@ def choose(contents: Contents, positions: Chosen) -> Contents:
             raise whole_closed(dataset) from error
 
     def cut(make: Callable[[], NDArray[Any] | None]) -> Callable[[], NDArray[Any] | None]:
-        def picked() -> NDArray[Any] | None:
+        def picked() -> NDArray[np.generic] | None:
             values = of_whole(make)
             return None if values is None else chosen.pick(values)
 
@@ -133,7 +133,7 @@ def check_whole_open(dataset: Contents) -> None:
         raise whole_closed(dataset) from error
 
 
-def resolve(store: Readable, examples: Any) -> Chosen:
+def resolve(store: Readable, examples: object) -> Chosen:
     """The positions that the argument of :meth:`Store.filter` chooses."""
     if tests := callable(examples):
         examples = examples(store.table)
@@ -161,12 +161,12 @@ def resolve(store: Readable, examples: Any) -> Chosen:
     return Chosen.of(index)
 
 
-def _is_expression(value: Any) -> bool:
+def _is_expression(value: object) -> bool:
     module = sys.modules.get("pyarrow.compute")
     return module is not None and isinstance(value, module.Expression)
 
 
-def _matching(store: Readable, expression: Any) -> NDArray[np.int64]:
+def _matching(store: Readable, expression: object) -> NDArray[np.int64]:
     """Numbers of the examples for which a pyarrow expression over the table is true, ascending."""
     import pyarrow as pa
 
@@ -181,7 +181,7 @@ def _matching(store: Readable, expression: Any) -> NDArray[np.int64]:
     return np.sort(numbers.to_numpy())  # evaluated by threads: the order is not guaranteed
 
 
-def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Chosen]:
+def split(store: Readable, test: float, by: object, seed: int) -> tuple[Chosen, Chosen]:
     """The positions of the training and the test examples, both ascending."""
     n, seed = store.num_examples, _arguments.whole(seed, "seed")
     test_count = _test_count(test, n)
@@ -204,7 +204,7 @@ def split(store: Readable, test: float, by: Any, seed: int) -> tuple[Chosen, Cho
     return Chosen.of(np.flatnonzero(~flags)), Chosen.of(np.flatnonzero(flags))
 
 
-def _test_count(test: Any, n: int) -> float:
+def _test_count(test: object, n: int) -> float:
     """The requested number of test examples."""
     if isinstance(test, float | np.floating) and 0 < test < 1:
         return float(test) * n
@@ -223,7 +223,7 @@ def scrambled(n: int, seed: int | str) -> NDArray[np.uint64]:
         return x ^ (x >> np.uint64(31))
 
 
-def _groups(store: Readable, by: Any) -> tuple[NDArray[np.int64], list[Any]]:
+def _groups(store: Readable, by: object) -> tuple[NDArray[np.int64], list[object]]:
     """The group of each example as an index, and the groups' values."""
     import pyarrow as pa
 
@@ -244,7 +244,7 @@ def _groups(store: Readable, by: Any) -> tuple[NDArray[np.int64], list[Any]]:
     return encoded.indices.to_numpy().astype(np.int64), encoded.dictionary.to_pylist()
 
 
-def _rank(keys: list[Any], seed: int) -> Callable[[int], tuple[bytes, str]]:
+def _rank(keys: list[object], seed: int) -> Callable[[int], tuple[bytes, str]]:
     """Returns sort keys for a pseudo-random order of groups, which depends only on their values and the seed."""
 
     def rank(i: int) -> tuple[bytes, str]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,7 +63,7 @@ class Chosen:
             return np.arange(numbers.start, numbers.stop, numbers.step, dtype=np.int64)
         return np.frombuffer(numbers, np.int64)
 
-    def pick(self, values: NDArray[Any]) -> NDArray[Any]:
+    def pick(self, values: NDArray[Scalar]) -> NDArray[Scalar]:
         """The chosen entries of an array with one entry per example: a view for a range, else a copy. Read-only."""
         numbers = self.numbers
         if isinstance(numbers, range):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,12 +148,12 @@ def _check_equal(
     return unknown
 
 
-def _is_nothing(value: Any, preview: bool) -> bool:
+def _is_nothing(value: object, preview: bool) -> bool:
     """Whether a value is missing: null, NaN, or an empty preview."""
     return value is None or (preview and value == "") or (isinstance(value, float) and math.isnan(value))
 
 
-def _begin_alike(x: Any, y: Any) -> bool:
+def _begin_alike(x: object, y: object) -> bool:
     """Whether one of two texts is a prefix of the other; the prefix may end with an ellipsis."""
     if not isinstance(x, str) or not isinstance(y, str):
         return False

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +38,7 @@ class TorchFile:
     _native: _native.TorchContents = field(repr=False)
 
     @cached_property
-    def value(self) -> Any:
+    def value(self) -> object:
         """The saved object: dicts, lists, tuples, sets, numbers, strings, bytes.
 
         Tensors are :class:`~actshard._native.StoredArray`: ``dtype`` (safetensors name), ``shape``, ``strides`` (in elements),
@@ -91,7 +90,7 @@ class TorchFile:
         """Offsets of storages whose content differs from their CRC-32. Reads all of the file."""
         return self._native.damaged()
 
-    def find(self, steps: Sequence[str | int]) -> Any:
+    def find(self, steps: Sequence[str | int]) -> object:
         """Returns the value at keys and positions: ``find(["hidden_states", 3])``.
 
         A step is a key of a dict (a text of digits also finds an integer key, and ``"('resid', 3)"`` a tuple) or a position in a
@@ -109,7 +108,7 @@ class TorchFile:
             value = inner
         return value
 
-    def array(self, value: Any) -> NDArray[Any]:
+    def array(self, value: object) -> NDArray[np.generic]:
         """Returns a tensor's elements in C order and native byte order. A copy.
 
         Args:
@@ -147,7 +146,7 @@ def refusal(value: RefusedObject, where: str, path: Location) -> ActshardError:
 _NOTHING = object()
 
 
-def _step(value: Any, step: str | int) -> Any:
+def _step(value: object, step: str | int) -> object:
     if isinstance(value, dict):
         if step in value:
             return value[step]

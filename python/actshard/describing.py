@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +76,7 @@ def _add_rows(digest: hashlib._Hash, store: Readable, groups: Sequence[int]) -> 
                 digest.update(b"unreadable")
 
 
-def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
+def info_of(store: Readable, *, counted: bool) -> dict[str, object]:
     """The properties as plain Python values. ``counted``: whether the store's ``token_counts`` are in memory."""
     contents = store.contents
     present = missing = total = 0
@@ -133,10 +133,12 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, Any]:
     }
 
 
-def columns_of(contents: Contents, requested_names: list[Any], examples: NDArray[np.int64] | None = None) -> pa.Table:
+def columns_of(
+    contents: Contents, requested_names: Sequence[str], examples: NDArray[np.int64] | None = None
+) -> pa.Table:
     """Columns by the format's names. ``"text"`` and ``"prompt"`` both name the texts, whichever name the format uses."""
 
-    def read(names: list[Any]) -> pa.Table:
+    def read(names: Sequence[str]) -> pa.Table:
         if not names:  # formats without columns return no rows
             return rows_only(contents.num_examples if examples is None else len(examples))
         if examples is None:

@@ -10,20 +10,24 @@ import contextlib
 import os
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 
 from actshard import _arguments
 from actshard.errors import ArgumentError, ClosedError, warn
 
-B = TypeVar("B")
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+B_co = TypeVar("B_co", covariant=True)
 
 
 class Reader(Protocol):
     """Reads batches ahead of a loop on its own threads."""
 
-    def next(self) -> Any:
+    def next(self) -> object:
         """Waits for the next batch; returns None at the end of the epoch."""
 
     def ready(self) -> bool:
@@ -37,7 +41,7 @@ class Reader(Protocol):
 
 
 def _differences(
-    state: dict[Any, Any], stream: dict[Any, Any], prefix: str = "", where: str = "the state"
+    state: Mapping[str, object], stream: Mapping[str, object], prefix: str = "", where: str = "the state"
 ) -> Iterator[str]:
     """Describes the differences between a state's settings and a stream's; for a mixture, those of each of its streams."""
     for name in sorted(state.keys() | stream.keys(), key=str):
@@ -49,14 +53,15 @@ def _differences(
             and isinstance(stream_value, list)
             and all(isinstance(x, dict) for x in (*state_value, *stream_value))
         ):
-            state_value, stream_value = dict(enumerate(state_value)), dict(enumerate(stream_value))
+            state_value = {str(i): x for i, x in enumerate(state_value)}
+            stream_value = {str(i): x for i, x in enumerate(stream_value)}
         if isinstance(state_value, dict) and isinstance(stream_value, dict):
             yield from _differences(state_value, stream_value, f"{prefix}{name} ", where)
         else:
             yield f"{prefix}{name}: {state_value!r:.200} in {where}, {stream_value!r:.200} here"
 
 
-class Epochs(ABC, Generic[B]):
+class Epochs(ABC, Generic[B_co]):
     """Batches, epoch after epoch.
 
     ``for batch in stream`` reads one epoch; the next loop reads the next epoch. After a ``break`` the next loop starts the
@@ -73,9 +78,9 @@ class Epochs(ABC, Generic[B]):
         self._step = 0
         self._resume: int | None = None
         self._chosen: int | None = None
-        self._live: Any = lambda: None
-        self._elsewhere: Any = lambda: False
-        self._pickled: dict[str, Any] | None = None
+        self._live: Callable[[], Loop[B_co] | None] = lambda: None
+        self._elsewhere: Callable[[], object] = lambda: False
+        self._pickled: dict[str, object] | None = None
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -93,14 +98,14 @@ class Epochs(ABC, Generic[B]):
         """Raises if a loop cannot begin, e.g. on a closed store."""
 
     @abstractmethod
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> Loop[B]:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> Loop[B_co]:
         """Returns a loop over batches ``first``, ``first + every``, ... of the epoch; ``buffers`` as in :meth:`loop`."""
 
     @abstractmethod
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """Everything that determines the batches and their values, as plain values."""
 
-    def _covered(self) -> dict[str, Any]:
+    def _covered(self) -> dict[str, object]:
         """What the stream reads, as plain values, which a pickle compares when it is read. Empty: nothing that can change."""
         return {}
 
@@ -112,21 +117,21 @@ class Epochs(ABC, Generic[B]):
         Whoever holds a batch longer, on a device or in another thread or process, copies it then.
         """
 
-    def _settings_at(self, batch: int) -> dict[str, Any]:
+    def _settings_at(self, batch: int) -> dict[str, object]:
         """Everything that determines the batches of an epoch before ``batch``, if that is less than :meth:`_settings`."""
         return self._settings()
 
-    def _translated(self, saved: dict[str, Any], batch: int) -> dict[str, Any]:
+    def _translated(self, saved: dict[str, object], batch: int) -> dict[str, object]:
         """The settings of a state before ``batch``, those of an older release under the names of this one."""
         return saved
 
-    def _added(self, saved: dict[str, Any]) -> set[str]:
+    def _added(self, saved: dict[str, object]) -> set[str]:
         """Settings that a state of an older release lacks."""
         return set()
 
     def _common(
-        self, current: dict[str, Any], saved: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        self, current: dict[str, object], saved: dict[str, object]
+    ) -> tuple[dict[str, object], dict[str, object], set[str]]:
         """The settings of this stream and of a state without those that the state's release lacked, and the names of these."""
         added = self._added(saved)
         mine, theirs = ({k: v for k, v in settings.items() if k not in added} for settings in (current, saved))
@@ -210,10 +215,10 @@ class Epochs(ABC, Generic[B]):
             epoch, batch = epoch + 1, 0
         self.epoch, self._step, self._resume, self._chosen = epoch, batch, batch, None
 
-    def __iter__(self) -> Iterator[B]:
+    def __iter__(self) -> Iterator[B_co]:
         return self.batches()
 
-    def batches(self, first: int = 0, every: int = 1) -> Iterator[B]:
+    def batches(self, first: int = 0, every: int = 1) -> Iterator[B_co]:
         """Iterates over batches ``first``, ``first + every``, ... of the rest of the epoch: one of ``every`` workers' share.
 
         The batches themselves do not depend on ``every``. Iterating over the stream is ``batches(0, 1)``.
@@ -221,11 +226,11 @@ class Epochs(ABC, Generic[B]):
         self._turn()
         return self.batches_from((self._resume or 0) + _arguments.whole(first, "first"), every)
 
-    def batches_from(self, batch: int, every: int = 1) -> Iterator[B]:
+    def batches_from(self, batch: int, every: int = 1) -> Iterator[B_co]:
         """Iterates over batches ``batch``, ``batch + every``, ... of the epoch."""
         return self._begin_loop(batch, every, None)
 
-    def loop(self, buffers: list[Any] | None) -> Loop[B]:
+    def loop(self, buffers: list[NDArray[np.generic]] | None) -> Loop[B_co]:
         """Begins a loop over the rest of the epoch. Internal: for readers that hold several batches at once.
 
         Args:
@@ -235,7 +240,7 @@ class Epochs(ABC, Generic[B]):
         self._turn()
         return self._begin_loop(self._resume or 0, 1, buffers)
 
-    def _begin_loop(self, batch: int, every: int, buffers: list[Any] | None) -> Loop[B]:
+    def _begin_loop(self, batch: int, every: int, buffers: list[NDArray[np.generic]] | None) -> Loop[B_co]:
         self._ready()
         self._check_pickled()
         self._supersede("another loop over this stream was begun; create one stream per loop")
@@ -287,7 +292,7 @@ class Epochs(ABC, Generic[B]):
         if live is not None:
             live.close(why)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         self._turn_if_idle()
         state = dict(self.__dict__)
         del state["_live"], state["_elsewhere"]
@@ -299,15 +304,15 @@ class Epochs(ABC, Generic[B]):
             state["_resume"] = self._resume if self._resume is not None else self._step
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self._live, self._elsewhere = lambda: None, lambda: False
 
 
-class Loop(ABC, Generic[B]):
+class Loop(ABC, Generic[B_co]):
     """The iterator of one loop. It is active until it ends, is closed, or another loop over its stream begins."""
 
-    def __init__(self, stream: Epochs[B], first: int, every: int) -> None:
+    def __init__(self, stream: Epochs[B_co], first: int, every: int) -> None:
         self._stream = stream
         # The next batch to read, and the next one to hand out.
         self._next = self._due = _arguments.whole(first, "batch")
@@ -323,7 +328,7 @@ class Loop(ABC, Generic[B]):
         """Returns a reader that starts at the next batch."""
 
     @abstractmethod
-    def _made(self, raw_batch: Any) -> B:
+    def _made(self, raw_batch: Any) -> B_co:
         """Builds the batch from the reader's result."""
 
     @property
@@ -338,7 +343,7 @@ class Loop(ABC, Generic[B]):
     def __iter__(self) -> Self:
         return self
 
-    def __next__(self) -> B:
+    def __next__(self) -> B_co:
         raw_batch = self._next_raw_batch()
         if raw_batch is None:
             self.finish()
@@ -346,7 +351,7 @@ class Loop(ABC, Generic[B]):
         self.hand_out()
         return self._made(raw_batch)
 
-    def _next_raw_batch(self) -> Any:
+    def _next_raw_batch(self) -> object:
         """Waits for the reader's next result; None at the end. Raises StopIteration if the loop was closed."""
         raw_batch = None
         if not self._done:
@@ -367,7 +372,7 @@ class Loop(ABC, Generic[B]):
         if self._why is not None:
             raise ClosedError(self._why, path=self._stream._place())
 
-    def take(self) -> B | None:
+    def take(self) -> B_co | None:
         """Waits for the next batch, without moving the stream's position; None at the end.
 
         Raises:
@@ -420,7 +425,7 @@ class Loop(ABC, Generic[B]):
             self.close()
 
 
-_LIVE: weakref.WeakSet[Loop[Any]] = weakref.WeakSet()
+_LIVE: weakref.WeakSet[Loop[object]] = weakref.WeakSet()
 
 
 @atexit.register

@@ -96,7 +96,7 @@ class ActshardError(Exception):
         byte = "" if self.offset is None else f"byte {self.offset}: "
         return f"{where}{byte}{self.detail}".translate(ESCAPES)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # DataLoader workers pickle exceptions; the default __reduce__ loses keyword arguments.
         state = dict(self.__dict__)
         if isinstance(self, OSError):
@@ -112,7 +112,7 @@ def _rebuild(
     path: Path | None,
     offset: int | None,
     reason: str | None,
-    state: dict[str, Any],
+    state: dict[str, object],
 ) -> ActshardError:
     error = cls(detail, path=path, offset=offset, reason=reason)
     for name, value in state.items():
@@ -287,7 +287,7 @@ class ExistsError(ActshardError, FileExistsError):
     kind = "exists"
 
     @classmethod
-    def finished(cls, path: Any) -> ExistsError:
+    def finished(cls, path: str | os.PathLike[str]) -> ExistsError:
         """The error of writing a dataset that is already there, complete."""
         remedy = "Pass exist_ok=True (--exist-ok) to accept it if it is the same, or choose another path."
         return cls(f"already contains a finished dataset. {remedy}", path=path)
@@ -393,7 +393,7 @@ def from_native(
 
 
 @contextlib.contextmanager
-def boundary(path: Any, doing: str) -> Iterator[None]:
+def boundary(path: object, doing: str) -> Iterator[None]:
     """Converts OSError, MemoryError and RecursionError raised inside the block to an ActshardError with a path.
 
     Args:
@@ -414,7 +414,7 @@ def boundary(path: Any, doing: str) -> Iterator[None]:
         raise FormatError(f"cannot {doing}: nested too deep", path=_as_path(path)) from error
 
 
-def _as_path(value: Any) -> Path | None:
+def _as_path(value: object) -> Path | None:
     if isinstance(value, bytes):
         value = os.fsdecode(value)
     return place_of(value) if isinstance(value, str | os.PathLike) else None

@@ -135,7 +135,7 @@ def examine(
     return Examined(number, name, text, ids, pieces, norms, dimensions, values, int(stop[0]), int(first[0]))
 
 
-def _looked(rows: NDArray[Any], k: int) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+def _looked(rows: NDArray[np.generic], k: int) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
     """Norms, and the k largest dimensions with their values."""
     n, width = rows.shape
     norms, dimensions, values = np.zeros(n), np.zeros((n, k), np.int64), np.zeros((n, k))

@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from actshard import formats
 from actshard._arguments import is_one_of
@@ -54,12 +53,20 @@ def existing(path: str | os.PathLike[str]) -> Location:
     return _existing(Location.of(path))
 
 
-def existing_anywhere(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None, cache: Any) -> Location:
+def existing_anywhere(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, object] | None,
+    cache: str | os.PathLike[str] | int | bool | None,
+) -> Location:
     """As :func:`existing`, for URLs as well."""
     return _existing(Location.of_any(path, storage_options, cache))
 
 
-def all_existing(paths: Sequence[Any], storage_options: Mapping[str, Any] | None, cache: Any) -> list[Location]:
+def all_existing(
+    paths: Sequence[object],
+    storage_options: Mapping[str, object] | None,
+    cache: str | os.PathLike[str] | int | bool | None,
+) -> list[Location]:
     """As :func:`existing_anywhere`, for several. Locations of one bucket or server share its cached listings."""
     locations: list[Location] = []
     for path in paths:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -175,7 +175,7 @@ class _ArrowRows:
             table = table.append_column(self._columns.schema.field(name), picked[name])
         return table
 
-    def _lists(self, values: NDArray[Any]) -> pa.Array:
+    def _lists(self, values: NDArray[np.generic]) -> pa.Array:
         """Rows as Arrow lists that share their memory."""
         import pyarrow as pa
 

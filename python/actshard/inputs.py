@@ -8,7 +8,7 @@ import json
 import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from actshard.location import Location
 from actshard.request import RECORD
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from actshard.formats.contents import Contents
     from actshard.stream.readable import Readable
 
@@ -113,7 +115,7 @@ def _files(store: Readable, most: int = LOOKED_AT, *, with_siblings: bool = True
     return list(dict.fromkeys(files))
 
 
-def _names(folder: Location, store_files: Sequence[Any], most: int, *, alone: bool) -> list[str]:
+def _names(folder: Location, store_files: Sequence[Path], most: int, *, alone: bool) -> list[str]:
     """Names of files in a folder. If there are many, only of files that are not in ``store_files``, such as metadata.
 
     The result is the same on every machine. ``alone``: the folder contains only files of ``store_files``, such as a million

@@ -35,12 +35,16 @@ from actshard.stream.sequences import SequenceBatch
 from actshard.tokens.stream import arrays
 
 if TYPE_CHECKING:
+    import jax
+
     from actshard.store import Store
 
 __all__ = ["DataSource", "batches"]
 
 
-def batches(stream: Epochs[Any], sharding: Any = None) -> Iterator[dict[str, Any]]:
+def batches(
+    stream: Epochs[object], sharding: jax.sharding.Sharding | jax.Device | None = None
+) -> Iterator[dict[str, Any]]:
     """Yields the rest of a stream's epoch as dicts of JAX arrays.
 
     Keys and shapes are those of :class:`~actshard.Batch`: activations, examples, tokens, layers (a list, if the names are
@@ -69,7 +73,7 @@ def batches(stream: Epochs[Any], sharding: Any = None) -> Iterator[dict[str, Any
     return _read(stream, _Placing(stream, sharding))
 
 
-def _read(stream: Epochs[Any], placing: _Placing) -> Iterator[dict[str, Any]]:
+def _read(stream: Epochs[object], placing: _Placing) -> Iterator[dict[str, Any]]:
     loop = stream.loop(None)
     try:
         ahead = _sent(loop, placing)
@@ -90,7 +94,7 @@ def _read(stream: Epochs[Any], placing: _Placing) -> Iterator[dict[str, Any]]:
         loop.close()
 
 
-def _sent(loop: Loop[Any], placing: _Placing) -> dict[str, Any] | None:
+def _sent(loop: Loop[object], placing: _Placing) -> dict[str, object] | None:
     """The next batch, whose copy to the devices was started; None at the end, or if the loop was closed."""
     try:
         batch = loop.take()
@@ -102,7 +106,7 @@ def _sent(loop: Loop[Any], placing: _Placing) -> dict[str, Any] | None:
 class _Placing:
     """Puts arrays on devices."""
 
-    def __init__(self, stream: Epochs[Any], sharding: Any) -> None:
+    def __init__(self, stream: Epochs[object], sharding: jax.sharding.Sharding | jax.Device | None) -> None:
         try:
             import jax
         except ImportError as error:
@@ -126,13 +130,13 @@ class _Placing:
                 'float64: JAX has no 64-bit types unless jax_enable_x64 is set. Pass dtype="float32" to store.stream'
             )
 
-    def put(self, batch: Any) -> dict[str, Any]:
+    def put(self, batch: object) -> dict[str, object]:
         """A batch's arrays on their devices; the copies may still be under way."""
         if isinstance(batch, SequenceBatch):
             return self._sequences(batch)
         if not isinstance(batch, Batch):
             return {name: self._array(name, array, self._rows) for name, array in arrays(batch).items()}
-        device_arrays: dict[str, Any] = {
+        device_arrays: dict[str, object] = {
             "activations": self._array("activations", batch.activations, self._activations),
             "examples": self._array("examples", batch.examples, self._rows),
             "tokens": self._array("tokens", batch.tokens, self._rows),
@@ -151,7 +155,7 @@ class _Placing:
             device_arrays["stores"] = self._array("stores", batch.stores, of_layers)
         return device_arrays
 
-    def _sequences(self, batch: SequenceBatch) -> dict[str, Any]:
+    def _sequences(self, batch: SequenceBatch) -> dict[str, object]:
         """Arrays of tokens are split, and arrays of sequences too if sequences are padded; others are replicated."""
         host_arrays, padded = batch.arrays(), batch.tokens.ndim == 2
         if host_arrays["layers"].dtype.kind in "UO":
@@ -161,7 +165,7 @@ class _Placing:
             raise ArgumentError(
                 "sharding: batches of sequences are placed by each process on its own devices; pass sharding=None"
             )
-        device_arrays: dict[str, Any] = {}
+        device_arrays: dict[str, object] = {}
         for name, array in host_arrays.items():
             of_rows = array.shape[: batch.tokens.ndim] == batch.tokens.shape
             of_rows |= padded and name not in ("offsets", "layers")
@@ -169,7 +173,7 @@ class _Placing:
             device_arrays[name] = self._array(name, array, where)
         return device_arrays if "layers" in host_arrays else device_arrays | {"layers": batch.layers.tolist()}
 
-    def _array(self, name: str, array: NDArray[Any], where: Any) -> Any:
+    def _array(self, name: str, array: NDArray[np.generic], where: object) -> jax.Array:
         if not self._wide and array.dtype.kind in "iu" and array.dtype.itemsize == 8:
             narrow = np.dtype(f"{array.dtype.kind}4")
             if array.size and (array.min() < np.iinfo(narrow).min or array.max() > np.iinfo(narrow).max):
@@ -222,7 +226,7 @@ class DataSource:
         # Used only to map row numbers to (example, token); it is never read.
         selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
         self._rows = Stream(store, layer, 1, selection, dtype=dtype)
-        settings: Mapping[str, Any] = self._rows.state()["settings"]
+        settings: Mapping[str, object] = self._rows.state()["settings"]
         self._name = (
             f"actshard.jax.DataSource(dataset={settings['dataset']}, layer={self._layer!r}, tokens={tokens!r}, "
             f"selection={settings['selection']}, rows={len(self)}, dtype={self._rows.dtype})"

@@ -16,7 +16,7 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -34,6 +34,7 @@ from actshard.stream.content import content_range, tokens_anywhere
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from numpy.typing import ArrayLike
 
     from actshard.stream.readable import Readable
 
@@ -157,7 +158,7 @@ def common_layers(
     return first.layers
 
 
-def dtype_of(parts: Sequence[Readable], names: Sequence[str], dtype: DTypeLike | None) -> np.dtype[Any]:
+def dtype_of(parts: Sequence[Readable], names: Sequence[str], dtype: DTypeLike | None) -> np.dtype[np.generic]:
     """The requested dtype, else the dtype of all parts."""
     if dtype is not None:
         return _arguments.dtype(dtype)[0]
@@ -443,7 +444,7 @@ def layers_held(part: Readable, examples: range) -> list[list[Layer]]:
         ]
     if not dataset.layers_differ or dataset.units is None or dataset.unit_columns is None:
         return [list(dataset.layers)] * len(numbers)
-    unit_layers: dict[int, list[Any]] = {}
+    unit_layers: dict[int, list[object]] = {}
     layers = []
     for number in numbers.tolist():
         unit = int(np.searchsorted(dataset.units, number, "right")) - 1
@@ -469,7 +470,7 @@ def per_token(contents: Contents, column: str, examples: NDArray[np.int64]) -> N
     return flags
 
 
-def places(contents: Contents, examples: Any) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def places(contents: Contents, examples: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Returns each example's part and its number in that part, for a joined store or a selection of one."""
     dataset, chosen = contents.whole or contents, contents.chosen
     if dataset.format != FORMAT:

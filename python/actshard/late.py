@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
 
 
 class Late:
@@ -12,7 +11,7 @@ class Late:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def __getattr__(self, attribute: str) -> Any:
+    def __getattr__(self, attribute: str) -> object:
         return getattr(importlib.import_module(self._name), attribute)
 
     def __repr__(self) -> str:

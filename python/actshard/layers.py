@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,12 +20,12 @@ _LONGEST = 1000
 """Characters of a name."""
 
 
-def is_one(value: Any) -> bool:
+def is_one(value: object) -> TypeGuard[int | np.integer | str]:
     """Whether a value is one name, rather than several."""
     return isinstance(value, int | np.integer | str) and not isinstance(value, bool)
 
 
-def one(value: Any, what: str = "layer") -> Layer:
+def one(value: object, what: str = "layer") -> Layer:
     """Returns a name as int or str.
 
     Raises:
@@ -35,7 +36,7 @@ def one(value: Any, what: str = "layer") -> Layer:
     return str(value) if isinstance(value, str) else int(value)
 
 
-def several(values: Any, what: str = "layers") -> tuple[Layer, ...]:
+def several(values: object, what: str = "layers") -> tuple[Layer, ...]:
     """Returns names as a tuple; one name is a tuple of one.
 
     Raises:
@@ -50,13 +51,13 @@ def several(values: Any, what: str = "layers") -> tuple[Layer, ...]:
     return names
 
 
-def _listed(values: Any, what: str) -> list[Any]:
+def _listed(values: object, what: str) -> list[object]:
     if isinstance(values, bytes | dict | set | bool | float) or not np.iterable(values):
         raise ArgumentTypeError(f"{what}: expected names of layers, found {values!r:.100}")
     return _arguments.listed(values, f"{what}: expected names of layers")
 
 
-def checked(names: Iterable[Any]) -> tuple[Layer, ...]:
+def checked(names: Iterable[object]) -> tuple[Layer, ...]:
     """Returns the names of a dataset's layers.
 
     Raises:
@@ -77,7 +78,7 @@ def checked(names: Iterable[Any]) -> tuple[Layer, ...]:
     return layers
 
 
-def stored(names: Iterable[Any], path: Any) -> tuple[Layer, ...]:
+def stored(names: Iterable[object], path: str | os.PathLike[str]) -> tuple[Layer, ...]:
     """:func:`checked` for a dataset at ``path``. Raises FormatError."""
     try:
         return checked(names)
@@ -85,7 +86,7 @@ def stored(names: Iterable[Any], path: Any) -> tuple[Layer, ...]:
         raise FormatError(error.detail, path=path) from error
 
 
-def array_of(names: Sequence[Layer]) -> NDArray[Any]:
+def array_of(names: Sequence[Layer]) -> NDArray[np.generic]:
     """Names as a read-only array, which batches share: int64, numpy strings, or objects if there are both."""
     kinds = {type(name) for name in names}
     return _arguments.shared(np.array(names, object if len(kinds) > 1 else np.str_ if str in kinds else np.int64))
@@ -113,7 +114,7 @@ def short(names: Sequence[Layer], at_most: int = 12) -> str:
     return f"[{shown}, ... {len(names)} in all]" if len(names) > at_most else f"[{shown}]"
 
 
-def not_stored(layer: Any, names: Sequence[Layer]) -> str:
+def not_stored(layer: object, names: Sequence[Layer]) -> str:
     """The message about a layer that is not one of a dataset's."""
     if isinstance(layer, list | tuple | np.ndarray):
         return (

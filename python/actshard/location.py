@@ -64,7 +64,7 @@ def has_options(options: Mapping[str, object] | None) -> bool:
     return bool(_pairs(options))
 
 
-def _pairs(options: Mapping[str, Any] | None, prefix: str = "") -> list[tuple[str, str]]:
+def _pairs(options: Mapping[str, object] | None, prefix: str = "") -> list[tuple[str, str]]:
     """Options as strings; those of a nested mapping (``client_kwargs``) are named ``above.name``."""
     if options is None:
         return []
@@ -95,7 +95,7 @@ CACHE_BYTES = 20 << 30
 """Default limit of a disk cache if only its folder is given."""
 
 
-def is_url(value: Any) -> bool:
+def is_url(value: object) -> bool:
     """Whether a value is a URL of a kind that can be opened."""
     try:
         return isinstance(value, str) and "://" in value and _native.is_remote(value)
@@ -113,7 +113,7 @@ _SIZE = re.compile(r"\s*\d[\d.]*\s*[A-Za-z]{0,3}\s*$")
 """A size, rather than the name of a folder such as ``2026cache``."""
 
 
-def _cache_of(cache: Any) -> tuple[str, int] | None:
+def _cache_of(cache: str | os.PathLike[str] | int | bool | None) -> tuple[str, int] | None:
     """Folder and limit of a cache on disk. Without a folder: ``$ACTSHARD_CACHE``, or ``actshard`` in the user's cache folder."""
     if cache is None or cache is False:
         return None
@@ -154,7 +154,12 @@ class Location:
         return cls(_LOCAL, os.fspath(local_path(value, what)))
 
     @classmethod
-    def of_any(cls, value: Any, storage_options: Mapping[str, Any] | None = None, cache: Any = None) -> Location:
+    def of_any(
+        cls,
+        value: Any,
+        storage_options: Mapping[str, object] | None = None,
+        cache: str | os.PathLike[str] | int | bool | None = None,
+    ) -> Location:
         """Returns the location of a user's path or URL; a Location is returned unchanged. A URL makes no request.
 
         Args:

@@ -141,7 +141,7 @@ class MergeRequest:
     """Files that the plan's tasks copied; see :class:`~actshard.formats.merging.Merge`."""
 
     @classmethod
-    def of(cls, parts: Any, physical: bool, different_models: bool) -> MergeRequest:
+    def of(cls, parts: object, physical: bool, different_models: bool) -> MergeRequest:
         """Checks the arguments of :func:`merge`."""
         physical = _arguments.switch(physical, "physical")
         different_models = _arguments.switch(different_models, "different_models")
@@ -556,7 +556,7 @@ def _check_alike(sources: Sequence[Path], request: MergeRequest) -> tuple[str, R
         FormatError: layers, d_model, dtype, model, ... differ.
     """
     first: Any = None
-    metadata: list[dict[str, Any]] = []
+    metadata: list[dict[str, object]] = []
     fingerprints: list[str] = []
     counts: list[int] = []
     most = max(_LEAST_FILES, LOOKED_AT // max(len(sources), 1))
@@ -577,7 +577,7 @@ def _check_alike(sources: Sequence[Path], request: MergeRequest) -> tuple[str, R
                 f"{len(store)}; remove this part and {request.plan}/tasks/{i:05} and run the task again",
                 path=path,
             )
-        kind: dict[str, Any] = {
+        kind: dict[str, object] = {
             "format": store.format,
             "layers": list(store.layers),
             "d_model": store.d_model,
@@ -609,7 +609,7 @@ def _check_alike(sources: Sequence[Path], request: MergeRequest) -> tuple[str, R
     return format, request.record_of(format, fingerprints, sum(counts), _digests_of(records, counts)), differences
 
 
-def _metadata_of(contents: Contents) -> dict[str, Any]:
+def _metadata_of(contents: Contents) -> dict[str, object]:
     """The metadata of a dataset that do not describe its files."""
     carrying = formats.get(contents.format).carrying()
     metadata, _ = carrying.metadata_again(carrying.metadata_kept(contents), contents)

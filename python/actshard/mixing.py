@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ from actshard.store import Store
 from actshard.stream import Batch, Stream
 from actshard.stream.row_epochs import Shuffle
 from actshard.stream.selection import CONTENT, Selection
+
+if TYPE_CHECKING:
+    from actshard.layers import Layer
 
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``, as for streams of one store."""
@@ -84,7 +87,7 @@ class MixedStores:
 
     def stream(
         self,
-        layer: Any,
+        layer: Layer | Sequence[Layer] | Literal["all"],
         batch_size: int,
         *,
         shuffle: Shuffle = "window",
@@ -211,10 +214,10 @@ class MixedStream(Epochs[MixedBatch]):
         for source in self._sources:
             source._ready()
 
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> _MixLoop:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> _MixLoop:
         return _MixLoop(self, first, every)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         return {
             "mixture": [source._settings() for source in self._sources],
             "exhausted": self.mixture.exhausted,
@@ -222,8 +225,8 @@ class MixedStream(Epochs[MixedBatch]):
         }
 
     def _common(
-        self, current: dict[str, Any], saved: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], set[str]]:
+        self, current: dict[str, Any], saved: dict[str, object]
+    ) -> tuple[dict[str, object], dict[str, object], set[str]]:
         """As of each source's stream."""
         states = saved.get("mixture")
         if not isinstance(states, list) or len(states) != len(self._sources):

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from numpy.typing import DTypeLike
 
@@ -41,9 +41,9 @@ def open(
     *,
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
 ) -> Store:
     """Opens a dataset and returns a store.
 
@@ -177,9 +177,9 @@ def open_quietly(
     io: str,
     decoded_memory: int | str = "1GiB",
     checksums: bool = True,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
 ) -> Store:
     """:func:`open` without warnings, e.g. for workers that reopen their parent's store."""
     if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
@@ -210,9 +210,9 @@ def _opened(
     io: str,
     decoded_memory: int | str,
     checksums: bool,
-    storage_options: Mapping[str, Any] | None,
+    storage_options: Mapping[str, object] | None,
     cache: int | str | os.PathLike[str] | Literal[False] | None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None,
 ) -> Store:
     together = all_existing(path, storage_options, cache) if isinstance(path, list | tuple) else None
     if together is not None and not _is_one_dataset(together, format):

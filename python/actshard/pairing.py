@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard.chosen import Chosen
+    from actshard.stream.rescaling import Normalize
 else:
     pa = Late("pyarrow")
 
@@ -99,7 +100,7 @@ class PairedStores:
             f"{self.dtype}>"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return PairedStores, (self.stores, self.names, self.layers, self._asked, self.compared, self.warnings)
 
     @property
@@ -112,7 +113,7 @@ class PairedStores:
         """:attr:`Store.table` of the first store."""
         return self.stores[0].table
 
-    def filter(self, examples: Any) -> PairedStores:
+    def filter(self, examples: object) -> PairedStores:
         """Returns a pair of some of the examples, as :meth:`Store.filter`; expressions and functions see the first store's table.
 
         Raises:
@@ -141,7 +142,7 @@ class PairedStores:
         examples: ArrayLike,
         tokens: ArrayLike,
         *,
-        out: Any = None,
+        out: object | None = None,
         dtype: DTypeLike | None = None,
     ) -> NDArray[Any]:
         """Reads arbitrary tokens from all stores, in one pass, directly into the result.
@@ -206,7 +207,7 @@ class PairedStores:
                     path=self.stores[pairs[1][0]].path,
                 )
 
-    def _groups(self, layer: Any) -> list[int]:
+    def _groups(self, layer: Layer | Sequence[Layer] | Literal["all"]) -> list[int]:
         names = self.layers if isinstance(layer, str) and layer == "all" else naming.several(layer, "layer")
         for name in names:
             if name not in self.layers:
@@ -216,7 +217,7 @@ class PairedStores:
         return [store * len(self.layers) + k for store in range(len(self.stores)) for k in positions]
 
 
-def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Any) -> Any:
+def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Normalize) -> object:
     """Checks the layers of statistics, and removes their names: the joined rows have other layer names."""
     if not isinstance(normalize, list | tuple) or len(normalize) != len(groups):
         return normalize  # refused by the stream
@@ -244,7 +245,7 @@ class PairedStream(Stream):
         options = dict(options)
         super().__init__(pair._together, groups, batch_size, Selection.pop(options), **options)
 
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> RowLoop:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> RowLoop:
         return _PairLoop(self, first, every, buffers)
 
 
@@ -260,7 +261,7 @@ class _PairLoop(RowLoop):
 
 
 def pair(
-    *stores: Store | str | os.PathLike[str] | Mapping[str, Any],
+    *stores: Store | str | os.PathLike[str] | Mapping[str, object],
     layers: Sequence[Layer] | None = None,
     dtype: DTypeLike | None = None,
     compare: Sequence[str] | None = None,

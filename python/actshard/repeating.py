@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -125,7 +125,7 @@ def equal_examples(store: Store, hashes: NDArray[np.uint64]) -> tuple[int, list[
     return (len(later) if real and len(later) > _COMPARED else len(real)), real
 
 
-def _pairs(hashes: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _pairs(hashes: NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Positions of repeated values, in order, and for each the previous position of the same value."""
     order = np.argsort(hashes, kind="stable")
     same = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])

@@ -162,13 +162,13 @@ class Request:
 
     @classmethod
     def of(
-        cls, verb: str, arguments: Mapping[str, Any], sources: Sequence[str] = (), examples: int | None = None
+        cls, verb: str, arguments: Mapping[str, object], sources: Sequence[str] = (), examples: int | None = None
     ) -> Self:
         """Returns a request with the arguments as they are read back from JSON: tuples are lists."""
         return cls(verb, json.loads(json.dumps(arguments)), tuple(sources), examples)
 
     @classmethod
-    def from_dict(cls, value: Any, path: Path | Location) -> Self:
+    def from_dict(cls, value: object, path: Path | Location) -> Self:
         """Returns the request of :meth:`as_dict`. Raises FormatError for other values; ``path`` is used in the message."""
         fields = Fields(value, path)
         if fields.integer("actshard_record") > VERSION:
@@ -273,6 +273,6 @@ def files_mark(folder: Location) -> str | None:
     return hashlib.sha256(repr((len(names), sizes)).encode()).hexdigest()[:32]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """Canonical JSON: in Python, True equals 1."""
     return json.dumps(value, sort_keys=True)

@@ -155,7 +155,7 @@ def kept_or_made(
     store: Readable,
     layer: Layer,
     rows: Selection | SelectedRows,
-    save: Any,
+    save: object,
     make: Callable[[], Stats],
 ) -> Stats:
     """Returns the saved statistics of a layer if they are still valid; otherwise computes and saves them.
@@ -230,7 +230,7 @@ def _folders(store: Readable) -> Iterator[Path]:
 
 
 def _safetensors(stats: Stats, layer: str, dataset: str) -> bytes:
-    arrays: dict[str, NDArray[Any]] = {name: getattr(stats, name) for name in (*FLOATS, *COUNTS)}
+    arrays: dict[str, NDArray[np.generic]] = {name: getattr(stats, name) for name in (*FLOATS, *COUNTS)}
     arrays |= {"std": np.sqrt(stats.variance), "norm_edges": stats.norms.edges, "norm_counts": stats.norms.counts}
     header: dict[str, Any] = {"__metadata__": {"layer": layer, "rows": str(stats.rows), "dataset": dataset}}
     offset = 0
@@ -244,7 +244,7 @@ def _safetensors(stats: Stats, layer: str, dataset: str) -> bytes:
     return struct.pack("<Q", len(head)) + head + data
 
 
-def _arrays(data: bytes) -> dict[str, NDArray[Any]]:
+def _arrays(data: bytes) -> dict[str, NDArray[np.generic]]:
     """The arrays of statistics in a file. Raises LookupError, ValueError or FormatError if the file is invalid."""
     tensors, _, start = _native.parse_safetensors(data)
     arrays = {}

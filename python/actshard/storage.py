@@ -329,7 +329,7 @@ class Remote:
     def __hash__(self) -> int:
         return hash(self.native.name)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # Small files are included, so that opening the copy makes no request.
         objects, room = {}, _PICKLED
         for key, data in sorted(self.small.items(), key=lambda item: len(item[1])):
@@ -502,7 +502,7 @@ class Memory:
     files: Mapping[str, bytes] = field(default_factory=dict, hash=False)
     local: ClassVar[bool] = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (Memory, (self.name, dict(self.files)))  # a MappingProxyType cannot be pickled
 
     def text(self, key: str) -> str:

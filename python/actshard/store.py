@@ -77,7 +77,7 @@ class Store(StreamVerbs, SampledVerbs):
         special_tokens: number of tokens at the start of each example that are not content: 1 for saev with CLS, else 0.
     """
 
-    def __init__(self, contents: Contents, *, io: str, reopen: tuple[Callable[..., Store], tuple[Any, ...]]) -> None:
+    def __init__(self, contents: Contents, *, io: str, reopen: tuple[Callable[..., Store], tuple[object, ...]]) -> None:
         self._contents = contents
         self._reopen = reopen
         self.layers = stored(contents.layers, contents.path)
@@ -173,7 +173,7 @@ class Store(StreamVerbs, SampledVerbs):
             f"layers {short(self.layers)}, d_model {self.d_model}, {self.dtype}>"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         chosen = self._contents.chosen
         return self._reopen if chosen is None else (_filtered, (*self._reopen, chosen))
 
@@ -209,7 +209,7 @@ class Store(StreamVerbs, SampledVerbs):
         """
         return self._group(layer)
 
-    def _group(self, layer: Any) -> int:
+    def _group(self, layer: object) -> int:
         if type(layer) is int and (group := self._groups.get(layer)) is not None:
             return group
         if isinstance(layer, np.ndarray) and not layer.ndim:
@@ -220,7 +220,7 @@ class Store(StreamVerbs, SampledVerbs):
                 return group
         raise LayerError(not_stored(layer, self.layers), path=self.path)
 
-    def __getitem__(self, key: Any) -> NoReturn:
+    def __getitem__(self, key: object) -> NoReturn:
         """Not supported: an example has rows of several layers, and columns.
 
         Raises:
@@ -255,7 +255,7 @@ class Store(StreamVerbs, SampledVerbs):
             warn(text, code="no-example-chosen")
         return examples
 
-    def _overflowed(self, counts: list[int], layer: Any, dtype: Any) -> None:
+    def _overflowed(self, counts: list[int], layer: Any, dtype: DTypeLike | None) -> None:
         warn(
             f"{self.path}: layer {plain(layer)}: {counts[0]} finite values became infinite as "
             f"{_arguments.dtype(dtype or self.dtype)[0]}. Use a wider dtype=.",
@@ -268,7 +268,7 @@ class Store(StreamVerbs, SampledVerbs):
         examples: ArrayLike,
         tokens: ArrayLike,
         *,
-        out: Any = None,
+        out: object = None,
         dtype: DTypeLike | None = None,
     ) -> NDArray[Any]:
         """Reads arbitrary rows of one layer.
@@ -297,7 +297,7 @@ class Store(StreamVerbs, SampledVerbs):
         if type(examples) is not int:
             examples = self._numbers(examples)
         if dtype is None and not self._contents.converts:
-            rows: NDArray[Any] = self._rows.gather(group, examples, tokens, out, None)
+            rows = self._rows.gather(group, examples, tokens, out, None)
             return rows
         lost: list[int] = []
         rows = self._rows.gather(group, examples, tokens, out, dtype, lost)
@@ -307,7 +307,7 @@ class Store(StreamVerbs, SampledVerbs):
 
     def gather_of(
         self, groups: NDArray[np.int64], examples: Any, tokens: Any, out: Any, dtype: DTypeLike | None, layer: Any
-    ) -> NDArray[Any]:
+    ) -> NDArray[np.generic]:
         """:meth:`gather` from several groups: ``(..., groups, d_model)``. ``layer``: their names, for messages. Internal."""
         e, t, shape = _arguments.broadcast(self._numbers(examples), tokens)
         n, lost = len(groups), list[int]()
@@ -315,10 +315,10 @@ class Store(StreamVerbs, SampledVerbs):
         rows = self._rows.gather(every, np.repeat(e, n), np.repeat(t, n), out, dtype, lost)
         if lost:
             self._overflowed(lost, layer, dtype)
-        shaped: NDArray[Any] = rows if out is not None else rows.reshape(*shape, n, self.d_model)
+        shaped = rows if out is not None else rows.reshape(*shape, n, self.d_model)
         return shaped
 
-    def filter(self, examples: Any) -> Store:
+    def filter(self, examples: object) -> Store:
         """Returns a store of some of the examples, numbered from 0: it reads, streams, converts and pickles like any store.
 
         Reads no rows. Memory: none for a slice or evenly spaced numbers, otherwise 8 bytes per chosen example. Keep this store
@@ -419,7 +419,7 @@ class Store(StreamVerbs, SampledVerbs):
         layer: Layer,
         examples: ArrayLike | None = None,
         *,
-        out: Any = None,
+        out: object = None,
         dtype: DTypeLike | None = None,
     ) -> NDArray[Any]:
         """Reads the last token's row of each example (lmprobe: the row at ``shard_index``/``row_offset``).
@@ -449,12 +449,14 @@ class Store(StreamVerbs, SampledVerbs):
                 raise OutOfRangeError(f"example {numbers[last < 0][0]} has no tokens", path=self.path)
             examples, tokens = numbers.reshape(shape), last.reshape(shape)
         lost: list[int] = []
-        rows: NDArray[Any] = self._rows.gather(group, examples, tokens, out, dtype, lost)
+        rows = self._rows.gather(group, examples, tokens, out, dtype, lost)
         if lost:
             self._overflowed(lost, layer, dtype)
         return rows
 
-    def sequence(self, example: int, layer: Layer, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
+    def sequence(
+        self, example: int, layer: Layer, *, out: object = None, dtype: DTypeLike | None = None
+    ) -> NDArray[Any]:
         """Reads all stored tokens of one example.
 
         Args:
@@ -485,7 +487,7 @@ class Store(StreamVerbs, SampledVerbs):
             if view is not None:
                 return view
         lost: list[int] = []
-        copy: NDArray[Any] = self._rows.gather_whole(group, np.array([number], np.int64), out, dtype, lost)
+        copy = self._rows.gather_whole(group, np.array([number], np.int64), out, dtype, lost)
         if lost:
             self._overflowed(lost, layer, dtype)
         return copy
@@ -520,7 +522,7 @@ class Store(StreamVerbs, SampledVerbs):
         ends = np.cumsum(self._rows.tokens_of(group, numbers))
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
         starts = [0, *(np.flatnonzero(np.diff(slab)) + 1).tolist(), numbers.size]
-        sequences: list[NDArray[Any]] = []
+        sequences: list[NDArray[np.generic]] = []
         lost: list[int] = []
         for first, last in itertools.pairwise(starts):
             groups = group[first:last] if isinstance(group, np.ndarray) else group
@@ -775,10 +777,10 @@ class Store(StreamVerbs, SampledVerbs):
                 f"router of layer {layer!r} is not stored; the router's layers are {short(router.layers)}",
                 path=self.path,
             )
-        rows: NDArray[Any] = router.rows.gather(router.layers.index(layer), self._numbers(examples), None, None, None)
+        rows = router.rows.gather(router.layers.index(layer), self._numbers(examples), None, None, None)
         return rows
 
-    def _extra(self, name: str, make: Any, what: str) -> Any:
+    def _extra(self, name: str, make: Callable[[], object], what: str) -> Any:
         if name not in self._extras:
             self._extras[name] = make()
         if self._extras[name] is None:
@@ -796,6 +798,6 @@ class Store(StreamVerbs, SampledVerbs):
         return info_of(self, counted=self._token_counts is not None)
 
 
-def _filtered(make: Callable[..., Store], args: tuple[Any, ...], chosen: Chosen) -> Store:
+def _filtered(make: Callable[..., Store], args: tuple[object, ...], chosen: Chosen) -> Store:
     """A filtered store, opened again."""
     return make(*args)._choose(chosen)

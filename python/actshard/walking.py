@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from actshard.errors import ActshardError, ArgumentError, FileAccessError, MissingFileError, UnfinishedError
 from actshard.location import Location
@@ -106,7 +105,9 @@ def _is_cache_below(folder: Location) -> bool:
 
 
 def find_cache(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, cache: Any = None
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, object] | None = None,
+    cache: str | os.PathLike[str] | int | bool | None = None,
 ) -> Location:
     """Returns the token cache at a path or URL, or the only one up to three levels below it.
 

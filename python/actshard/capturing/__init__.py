@@ -53,11 +53,11 @@ def capture(
     estimate: bool = False,
     revision: str | None = None,
     device: Any = None,
-    model_options: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, object] | None = None,
+    metadata: Mapping[str, object] | None = None,
     pad: bool = False,
     shard_bytes: int | str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     progress: Callable[[CaptureProgress], object] | None = None,
 ) -> Captured:
     """Computes a model's hidden states of texts and writes them as a dataset. Committed examples survive a kill.

@@ -7,12 +7,15 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import pyarrow as pa
 from numpy.typing import NDArray
 
 from actshard.writing import Writer
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Filled:
         release: called when the states are committed: their memory is used again.
     """
 
-    states: NDArray[Any] | list[NDArray[Any]]
+    states: NDArray[np.generic] | list[NDArray[np.generic]]
     columns: Mapping[str, pa.Array] | None
     release: Callable[[], None]
 

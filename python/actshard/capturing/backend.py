@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +59,7 @@ class BatchRows:
         finite: ``(layers, n)`` bool: False for rows with NaN or infinite values.
     """
 
-    layers: Sequence[NDArray[Any]]
+    layers: Sequence[NDArray[np.generic]]
     finite: NDArray[np.bool_]
 
     def wait(self) -> BatchRows:
@@ -70,11 +70,11 @@ class BatchRows:
 class TorchModule(Protocol):
     """A ``torch.nn.Module``, by what distinguishes it from a function."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         """Computes."""
         ...
 
-    def named_modules(self) -> Any:
+    def named_modules(self) -> object:
         """Its modules by name."""
         ...
 
@@ -103,8 +103,8 @@ class Backend(Protocol):
 
     layers: tuple[Layer, ...]
     width: int
-    dtype: np.dtype[Any]
-    provenance: Mapping[str, Any]
+    dtype: np.dtype[np.generic]
+    provenance: Mapping[str, object]
     pads: bool
     most_tokens: int | None
     batch_tokens: int
@@ -127,7 +127,7 @@ class Backend(Protocol):
         ...
 
 
-def finite_rows(rows: NDArray[Any]) -> NDArray[np.bool_]:
+def finite_rows(rows: NDArray[np.generic]) -> NDArray[np.bool_]:
     """``(n,)`` bool: rows without NaN and infinite values, ``(n, d)``."""
     with np.errstate(over="ignore", invalid="ignore"):
         # A sum costs a fifth of looking at each value. It is finite only if all values are.

@@ -51,7 +51,7 @@ class FunctionStates:
             raise DtypeError(f"dtype: the layers have the dtypes {', '.join(map(str, dtypes))}. Pass the one to store")
         self.width = widths[0]
         self.dtype = dtypes[0] if dtype is None else _arguments.dtype(dtype)[0]
-        self.provenance: Mapping[str, Any] = {"model": f"function {name_of_function(function)}"}
+        self.provenance: Mapping[str, object] = {"model": f"function {name_of_function(function)}"}
 
     def start(self, batch: PaddedBatch) -> BatchRows:
         """Calls the function; the rows are here at once."""
@@ -65,7 +65,7 @@ class FunctionStates:
         layers = [self._chosen(self._array(states, layer, shape), batch) for layer in self.layers]
         return BatchRows(layers, np.stack([finite_rows(rows) for rows in layers]))
 
-    def _call(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> Mapping[Layer, Any]:
+    def _call(self, ids: NDArray[np.int64], mask: NDArray[np.bool_]) -> Mapping[Layer, object]:
         states = self._function(ids, mask)
         if not isinstance(states, Mapping):
             raise ArgumentTypeError(
@@ -73,7 +73,7 @@ class FunctionStates:
             )
         return states
 
-    def _array(self, states: Mapping[Layer, Any], layer: Layer, shape: tuple[int, ...]) -> NDArray[Any]:
+    def _array(self, states: Mapping[Layer, object], layer: Layer, shape: tuple[int, ...]) -> NDArray[np.generic]:
         array = as_numpy(states[layer])
         if array.ndim != 3 or array.shape[:2] != shape or array.shape[2] == 0:
             raise ArgumentError(
@@ -81,7 +81,7 @@ class FunctionStates:
             )
         return array
 
-    def _chosen(self, array: NDArray[Any], batch: PaddedBatch) -> NDArray[Any]:
+    def _chosen(self, array: NDArray[np.generic], batch: PaddedBatch) -> NDArray[np.generic]:
         if array.shape[2] != self.width:
             raise ArgumentError(f"model: expected states of width {self.width}, as before, found {array.shape[2]}")
         if batch.rows is not None:

@@ -76,7 +76,7 @@ class TooShortError(ArgumentError):
     """An example lacks a chosen position."""
 
 
-def _positions(chosen: Any, example: Example) -> NDArray[np.int64]:
+def _positions(chosen: object, example: Example) -> NDArray[np.int64]:
     array = np.asarray(chosen)
     count = len(example)
     if array.dtype == bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import pyarrow as pa
 
@@ -20,7 +19,7 @@ class ColumnTypes:
         self._types: dict[str, pa.DataType] = {}
         self._problems: dict[str, str] = {}
 
-    def add(self, rows: Sequence[Mapping[str, Any]], first: int, names: Iterable[str]) -> None:
+    def add(self, rows: Sequence[Mapping[str, object]], first: int, names: Iterable[str]) -> None:
         """Adds the values of records, numbered from ``first``, in these columns."""
         for name in names:
             if name in self._problems:
@@ -46,7 +45,7 @@ class ColumnTypes:
         return {name: self._types[name] for name in names if name in self._types}
 
 
-def column_of(name: str, values: list[Any], kind: pa.DataType | None = None) -> pa.ChunkedArray:
+def column_of(name: str, values: list[object], kind: pa.DataType | None = None) -> pa.ChunkedArray:
     """A column as a writer would store it, or cast to a type. Raises ArgumentError for values without a common type."""
     table = table_of({name: values}, None, None, None, len(values))
     assert table is not None

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,10 @@ from numpy.typing import NDArray
 from actshard.capturing.records import CHAT, IDS, MASK, Row, are_integers
 from actshard.errors import ArgumentError, MissingExtraError
 from actshard.location import Location
+
+if TYPE_CHECKING:
+    import tokenizers
+    from transformers import PreTrainedTokenizerBase
 
 _ENDS = ("bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id", "mask_token_id")
 """Special tokens of transformers' tokenizers, also where one is unk_token_id: tokenizers of bytes have no unknown words."""
@@ -41,7 +45,7 @@ class Example:
     ids: NDArray[np.int64]
     special: NDArray[np.bool_]
     offsets: NDArray[np.int64] | None = None
-    columns: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, object] = field(default_factory=dict)
     problem: str | None = None
 
     def __len__(self) -> int:
@@ -111,7 +115,7 @@ class Encoder:
         """Encodes texts; ``special``: with the special tokens that the tokenizer adds, such as BOS."""
         return self._encode(texts, special) if texts else []
 
-    def render(self, messages: Any) -> str:
+    def render(self, messages: object) -> str:
         """The text of a chat, by the tokenizer's chat template. Raises ChatError if the template refuses it."""
         if self._chat is None:
             raise ArgumentError(
@@ -128,7 +132,7 @@ class Encoder:
         return np.isin(ids, self._specials)
 
 
-def _of_transformers(tokenizer: Any) -> Encoder:
+def _of_transformers(tokenizer: PreTrainedTokenizerBase) -> Encoder:
     ends = {number for name in _ENDS if (number := getattr(tokenizer, name, None)) is not None}
     added = {number for number, token in tokenizer.added_tokens_decoder.items() if getattr(token, "special", False)}
     specials = ends | (
@@ -146,7 +150,7 @@ def _of_transformers(tokenizer: Any) -> Encoder:
         fields = encoded["input_ids"], encoded["offset_mapping"], encoded["special_tokens_mask"]
         return [Encoding(*values) for values in zip(*fields, strict=True)]
 
-    def render(messages: Any) -> str:
+    def render(messages: object) -> str:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
 
     content = tokenizer.backend_tokenizer.to_str() if fast else json.dumps(tokenizer.get_vocab(), sort_keys=True)
@@ -167,7 +171,7 @@ def without_padding(content: str) -> str:
     return json.dumps(fields, sort_keys=True)
 
 
-def _of_library(tokenizer: Any, name: str) -> Encoder:
+def _of_library(tokenizer: tokenizers.Tokenizer, name: str) -> Encoder:
     library = type(tokenizer).from_str(tokenizer.to_str())  # the caller's object keeps its padding and truncation
     library.no_padding()
     library.no_truncation()
@@ -181,7 +185,7 @@ def _of_library(tokenizer: Any, name: str) -> Encoder:
     return Encoder(name, encode, _digest(without_padding(library.to_str()), None, ""), frozenset(specials))
 
 
-def _of_function(function: Callable[[str], Any]) -> Encoder:
+def _of_function(function: Callable[[str], object]) -> Encoder:
     def encode(texts: list[str], special: bool) -> list[Encoding]:
         return [Encoding(_checked_ids(function(text), name)) for text in texts]
 
@@ -189,7 +193,7 @@ def _of_function(function: Callable[[str], Any]) -> Encoder:
     return Encoder(name, encode, None, frozenset())
 
 
-def _checked_ids(encoded: Any, name: str) -> list[int]:
+def _checked_ids(encoded: object, name: str) -> list[int]:
     """Token ids that a function returned."""
     values = encoded[IDS] if isinstance(encoded, Mapping) else encoded
     try:
@@ -202,13 +206,13 @@ def _checked_ids(encoded: Any, name: str) -> list[int]:
     return ids
 
 
-def name_of_function(function: Any) -> str:
+def name_of_function(function: object) -> str:
     """``module.name`` of a function, or of the class of a callable object."""
     definition = function if hasattr(function, "__qualname__") else type(function)
     return f"{definition.__module__}.{definition.__qualname__}"
 
 
-def _load(path: str | os.PathLike[str]) -> Any:
+def _load(path: str | os.PathLike[str]) -> tokenizers.Tokenizer:
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -230,7 +234,7 @@ def _load(path: str | os.PathLike[str]) -> Any:
         raise ArgumentError(f"tokenizer: the tokenizers library cannot read the file: {error}", path=file) from error
 
 
-def _digest(content: str, template: Any, kind: str) -> str:
+def _digest(content: str, template: object, kind: str) -> str:
     text = json.dumps([content, template if isinstance(template, str | None) else repr(template), kind])
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -300,7 +304,9 @@ class Encodings:
             raise ArgumentError("tokenizer: expected a tokenizer for texts, found none. Pass tokenizer=, or token ids")
         return self.encoder
 
-    def _example(self, number: int, text: str | None, encoding: Encoding | str, columns: Mapping[str, Any]) -> Example:
+    def _example(
+        self, number: int, text: str | None, encoding: Encoding | str, columns: Mapping[str, object]
+    ) -> Example:
         if isinstance(encoding, str):
             none = np.zeros(0, np.int64)
             return Example(number, text, none, none.astype(bool), None, columns, encoding)
@@ -328,7 +334,7 @@ def _encodable(text: str) -> tuple[str | None, str]:
     return text, "not encoded" if text else "its text is empty"
 
 
-def _attended(ids: Sequence[int], mask: Any) -> Encoding | str:
+def _attended(ids: Sequence[int], mask: object) -> Encoding | str:
     """Token ids without padding, by the ``attention_mask`` of their record, or the problem."""
     if mask is None:
         return Encoding(ids)

@@ -6,7 +6,7 @@ import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,6 +18,12 @@ from actshard.capturing.encoding import Example
 from actshard.errors import ArgumentError, DtypeError, UnsupportedError
 from actshard.layers import Layer, plain
 from actshard.writing.given import as_numpy
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import torch
+    from torch.utils.hooks import RemovableHandle
 
 _MASKS = ("attention_mask", "mask")
 """Names of a forward pass' argument for the mask."""
@@ -62,9 +68,9 @@ class TorchModel:
 
     name: str | None
     revision: str | None
-    module: Any
-    trunk: Any
-    provenance: Mapping[str, Any]
+    module: torch.nn.Module
+    trunk: torch.nn.Module
+    provenance: Mapping[str, object]
     points: Callable[[tuple[Layer, ...] | None], Sequence[HookPoint]]
     most_tokens: int | None = None
     pad_id: int = 0
@@ -103,11 +109,11 @@ class HookedStates:
         self.pads = self._mask is not None
         self._copies = torch.cuda.Stream(self._device) if self._on_gpu else None
         self._batch: tuple[Any, Any, Any] = (None, None, None)
-        self._kept: dict[int, Any] = {}
+        self._kept: dict[int, torch.Tensor] = {}
         self._ends = False
-        self._as_dtype: Any = None
+        self._as_dtype: torch.dtype | None = None
         self._was_training = [module for module in model.module.modules() if module.training]
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         try:
             model.module.eval()
             for number, point in enumerate(self._points):
@@ -118,27 +124,27 @@ class HookedStates:
             raise
         self._as_dtype = _torch_dtype(self.dtype, torch)
         self._ends = True
-        self.provenance: Mapping[str, Any] = {
+        self.provenance: Mapping[str, object] = {
             **model.provenance, "hook_points": {str(point.layer): str(point) for point in self._points},
         }  # fmt: skip
 
     # -- hooks -----------------------------------------------------------------------------------------------------
 
-    def _register(self, number: int, point: HookPoint) -> Any:
+    def _register(self, number: int, point: HookPoint) -> RemovableHandle:
         module = self._model.module.get_submodule(point.path)
         if point.side == "input":
 
-            def before(module: Any, arguments: Any, keywords: Any) -> None:
+            def before(module: torch.nn.Module, arguments: tuple[object, ...], keywords: Mapping[str, object]) -> None:
                 self._keep(number, _tensor_of(arguments or tuple(keywords.values()), self._torch, point))
 
             return module.register_forward_pre_hook(before, with_kwargs=True)
 
-        def after(module: Any, arguments: Any, output: Any) -> None:
+        def after(module: torch.nn.Module, arguments: tuple[object, ...], output: object) -> None:
             self._keep(number, _tensor_of(output, self._torch, point))
 
         return module.register_forward_hook(after)
 
-    def _keep(self, number: int, states: Any) -> None:
+    def _keep(self, number: int, states: torch.Tensor) -> None:
         ids, mask, rows = self._batch
         if ids is None:
             return  # the model runs for another caller
@@ -166,7 +172,7 @@ class HookedStates:
 
     # -- forward passes --------------------------------------------------------------------------------------------
 
-    def _run(self, batch: PaddedBatch) -> list[Any]:
+    def _run(self, batch: PaddedBatch) -> list[torch.Tensor]:
         """Runs the model up to its last layer and returns the chosen rows ``(n, d)`` of each layer, on the device."""
         self._check_ids(batch)
         torch = self._torch
@@ -206,7 +212,7 @@ class HookedStates:
                 f"model has embeddings for, found {batch.ids[row, column]}. Pass the model's own tokenizer"
             )
 
-    def _probe(self, first: Example, dtype: DTypeLike | None, mean: bool) -> tuple[int, np.dtype[Any]]:
+    def _probe(self, first: Example, dtype: DTypeLike | None, mean: bool) -> tuple[int, np.dtype[np.generic]]:
         """Width and dtype of the states of a short example. The whole forward pass runs, to see each module once."""
         ids = first.ids[None, :8]
         rows = None if mean else np.arange(ids.shape[1])
@@ -238,7 +244,7 @@ class HookedStates:
             event.record(self._copies)
         return _Copies(host, event)
 
-    def _finite_on_cpu(self, states: Sequence[Any]) -> NDArray[np.bool_]:
+    def _finite_on_cpu(self, states: Sequence[torch.Tensor]) -> NDArray[np.bool_]:
         """``(layers, n)`` bool: rows with finite values only. A finite sum, which costs a fifth, is enough."""
         torch = self._torch
         with torch.inference_mode():
@@ -272,8 +278,8 @@ class HookedStates:
 class _Copies:
     """Rows that are being copied from a GPU; the last array is :attr:`BatchRows.finite`."""
 
-    host: list[Any]
-    event: Any
+    host: list[torch.Tensor]
+    event: torch.cuda.Event
 
     def wait(self) -> BatchRows:
         """Waits for the copies."""
@@ -282,7 +288,7 @@ class _Copies:
         return BatchRows(layers, finite)
 
 
-def _tensor_of(value: Any, torch: Any, point: HookPoint) -> Any:
+def _tensor_of(value: object, torch: ModuleType, point: HookPoint) -> torch.Tensor:
     """The states in what a module takes or returns: a tensor, or the first one of a tuple or an output object."""
     if isinstance(value, torch.Tensor):
         return value
@@ -295,13 +301,13 @@ def _tensor_of(value: Any, torch: Any, point: HookPoint) -> Any:
     return tensor
 
 
-def _device_of(module: Any, torch: Any) -> Any:
+def _device_of(module: torch.nn.Module, torch: ModuleType) -> torch.device:
     parameter = next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _call_of(
-    trunk: Any, arguments: Mapping[str, Any] | None
+    trunk: torch.nn.Module, arguments: Mapping[str, object] | None
 ) -> tuple[str | None, Callable[[Any], Any], Mapping[str, Any]]:
     """Name and dtype of the mask's argument, and further arguments that the forward pass has."""
     parameters = inspect.signature(trunk.forward).parameters
@@ -310,11 +316,11 @@ def _call_of(
     return mask, (lambda torch: torch.int64 if mask == "attention_mask" else torch.bool), further
 
 
-def _torch_dtype(dtype: np.dtype[Any], torch: Any) -> Any:
+def _torch_dtype(dtype: np.dtype[np.generic], torch: ModuleType) -> torch.dtype:
     return getattr(torch, str(dtype))
 
 
-def fingerprint(module: Any) -> str:
+def fingerprint(module: torch.nn.Module) -> str:
     """SHA-256 of the names, shapes and dtypes of a module's parameters, and of about 64 elements of each."""
     import hashlib
 

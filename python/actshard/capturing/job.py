@@ -46,6 +46,10 @@ from actshard.writing.creating import make_target, open_writer
 from actshard.writing.existing import complete_at
 
 if TYPE_CHECKING:
+    import os
+
+    import torch
+
     from actshard.capturing.hooks import TorchModel
 
 _WINDOWS_IN_MEMORY = 4
@@ -62,8 +66,8 @@ class ModelSettings:
 
     model: Any
     revision: str | None
-    device: Any
-    options: Mapping[str, Any] | None
+    device: torch.device | str | int | None
+    options: Mapping[str, object] | None
     layers: tuple[Layer, ...] | None
     dtype: DTypeLike | None
 
@@ -73,7 +77,7 @@ class InputSettings:
     """The texts and how they are encoded."""
 
     records: TextRecords
-    tokenizer: Any
+    tokenizer: object
     text: str | None
     columns: Sequence[str] | None
     special_tokens: bool
@@ -86,9 +90,9 @@ class InputSettings:
 class OutputSettings:
     """The dataset: arguments of :func:`actshard.create`."""
 
-    path: Any
+    path: str | os.PathLike[str]
     format: str
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, object]
     part: tuple[int, int] | None
     resume: bool
     create: Mapping[str, Any]
@@ -413,7 +417,7 @@ class CaptureJob:
         states: WindowStates,
         window: Sequence[ChosenExample],
         skipped: int,
-        columns: Callable[[Sequence[ChosenExample]], dict[str, Any]],
+        columns: Callable[[Sequence[ChosenExample]], dict[str, object]],
     ) -> Filled:
         """Waits for the states of a window, whose first ``skipped`` examples are committed, and notes its problems."""
         rows = states.wait()
@@ -424,7 +428,9 @@ class CaptureJob:
         )
         return Filled(rows[skipped:], columns(window) or None, states.release)
 
-    def _columns_function(self, allowed: Callable[[str], bool]) -> Callable[[Sequence[ChosenExample]], dict[str, Any]]:
+    def _columns_function(
+        self, allowed: Callable[[str], bool]
+    ) -> Callable[[Sequence[ChosenExample]], dict[str, object]]:
         return partial(
             columns_of,
             choice=self._inputs.choice,

@@ -133,7 +133,7 @@ class TextRecords:
         return name
 
 
-def _needs_tokenizer(value: Any) -> bool:
+def _needs_tokenizer(value: object) -> bool:
     """Whether a value is a text or a chat."""
     return isinstance(value, str) or (isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping))
 
@@ -145,13 +145,13 @@ def _json(record: Row, number: int) -> str:
         raise ArgumentTypeError(f"texts: expected dicts with str as keys at {number}: {error}") from error
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return repr(value)
 
 
-def _row(record: Any, number: int) -> Row:
+def _row(record: object, number: int) -> Row:
     """The record as a mapping. ``[]`` has no columns: it may be a chat or token ids."""
     if isinstance(record, str):
         return {TEXT: record}
@@ -175,7 +175,7 @@ def _row(record: Any, number: int) -> Row:
     )
 
 
-def are_integers(values: Sequence[Any]) -> bool:
+def are_integers(values: Sequence[object]) -> bool:
     """Whether all values are integers. Looks at their types once each: a million token ids take milliseconds."""
     return all(issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, values)))
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import numpy as np
 import pyarrow as pa
@@ -69,11 +69,11 @@ class WindowStates:
         release: lets the next windows use the memory; the states are then undefined.
     """
 
-    _states: NDArray[Any] | list[NDArray[Any]]
+    _states: NDArray[np.generic] | list[NDArray[np.generic]]
     _placements: Sequence[Future[None]]
     release: Callable[[], None]
 
-    def wait(self) -> NDArray[Any] | list[NDArray[Any]]:
+    def wait(self) -> NDArray[np.generic] | list[NDArray[np.generic]]:
         """Returns ``(n, layers, d_model)`` for one row per example, or a list of ``(layers, tokens_i, d_model)``."""
         for placement in self._placements:
             placement.result()
@@ -151,7 +151,7 @@ class Run:
         ]
         return WindowStates(examples, placements, release)
 
-    def _memory(self, rows: int) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    def _memory(self, rows: int) -> tuple[NDArray[np.uint8], NDArray[np.generic]]:
         """Memory for a window, and its view ``(rows, width)``: that of an earlier window if it is large enough.
 
         New memory costs more than a copy, because the kernel clears each page when it is first written.
@@ -238,7 +238,9 @@ class Run:
 class _WindowRows:
     """The rows of a window, ordered by example, layer and token."""
 
-    def __init__(self, rows: NDArray[Any], starts: NDArray[np.int64], counts: NDArray[np.int64], layers: int) -> None:
+    def __init__(
+        self, rows: NDArray[np.generic], starts: NDArray[np.int64], counts: NDArray[np.int64], layers: int
+    ) -> None:
         # Integers of the same size: numpy assigns rows of bfloat16 element by element.
         self._bits = rows.view(f"u{rows.itemsize}")
         self._starts, self._counts, self._layers = starts, counts, layers
@@ -267,7 +269,7 @@ def columns_of(
     types: Mapping[str, pa.DataType],
     text: str | None,
     allowed: Callable[[str], bool],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The columns of a window: of its inputs, and :data:`OWN_COLUMNS`.
 
     Args:
@@ -279,7 +281,7 @@ def columns_of(
         allowed: whether the format stores a column.
     """
     examples = [chosen.example for chosen in window]
-    columns: dict[str, Any] = {}
+    columns: dict[str, object] = {}
     if text is not None:
         columns[text] = pa.array([example.text for example in examples], pa.string())
     for name in names:
@@ -288,7 +290,7 @@ def columns_of(
         counts = [len(chosen.positions) for chosen in window]
         offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
 
-        def ragged(values: list[NDArray[Any]], kind: Any) -> Any:
+        def ragged(values: list[NDArray[np.generic]], kind: str | type[np.generic] | np.dtype[np.generic]) -> object:
             return pa.ListArray.from_arrays(offsets, pa.array(np.concatenate(values).astype(kind)))
 
         columns[IDS] = ragged([c.example.ids[c.positions] for c in window], np.int64)

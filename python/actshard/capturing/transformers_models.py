@@ -14,11 +14,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actshard.capturing.hooks import HookPoint, TorchModel, fingerprint
 from actshard.errors import ArgumentError, MissingExtraError
 from actshard.layers import Layer, short
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 FINAL_NORM = "final_norm"
 _NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm", "final_norm", "layernorm", "ln_final", "norm_f")
@@ -49,7 +55,13 @@ class Blocks:
         return HookPoint(layer, f"{self.path}.{number - 1}")
 
 
-def torch_model(model: Any, *, revision: str | None, device: Any, options: Mapping[str, Any] | None) -> TorchModel:
+def torch_model(
+    model: str | os.PathLike[str] | torch.nn.Module,
+    *,
+    revision: str | None,
+    device: torch.device | str | int | None,
+    options: Mapping[str, object] | None,
+) -> TorchModel:
     """Returns a model of transformers, by name or loaded, or another torch module.
 
     Args:
@@ -73,7 +85,9 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
         name = str(getattr(getattr(module, "config", None), "_name_or_path", "") or type(module).__name__)
     config = getattr(module, "config", None)
     trunk = _trunk(module, config)
-    text_config: Any = config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
+    text_config: object = (
+        config if config is None or not hasattr(config, "get_text_config") else config.get_text_config()
+    )
     most_tokens = _most_tokens(text_config)
     return TorchModel(
         name if isinstance(model, str | os.PathLike) else None,
@@ -90,7 +104,7 @@ def torch_model(model: Any, *, revision: str | None, device: Any, options: Mappi
     )
 
 
-def load_tokenizer(name: str, revision: str | None) -> Any:
+def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a model on the hub, or of a folder."""
     transformers = _transformers()
     try:
@@ -122,7 +136,9 @@ def _transformers() -> Any:
     return transformers
 
 
-def _load(name: str, revision: str | None, device: Any, options: Mapping[str, Any] | None) -> Any:
+def _load(
+    name: str, revision: str | None, device: torch.device | str | int | None, options: Mapping[str, object] | None
+) -> torch.nn.Module:
     transformers = _transformers()
     import torch
 
@@ -143,14 +159,14 @@ def _load(name: str, revision: str | None, device: Any, options: Mapping[str, An
     return module if device is None else _moved(module, device)
 
 
-def _moved(module: Any, device: Any) -> Any:
+def _moved(module: torch.nn.Module, device: torch.device | str | int | None) -> torch.nn.Module:
     try:
         return module.to(device)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise ArgumentError(f"device: cannot move the model to {device!r:.80}: {_first_line(error)}") from error
 
 
-def _refuse_random(module: Any, name: str, loading: Mapping[str, Any]) -> None:
+def _refuse_random(module: torch.nn.Module, name: str, loading: Mapping[str, Sequence[str | tuple[str, ...]]]) -> None:
     """Raises ArgumentError if weights of the part that runs are not in the files: transformers fills them with random numbers."""
     trunk = {id(parameter) for parameter in _trunk(module, getattr(module, "config", None)).parameters()}
     used = {path for path, parameter in module.named_parameters() if id(parameter) in trunk and "pooler" not in path}
@@ -167,7 +183,7 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().split("\n", 1)[0][:300]
 
 
-def _trunk(module: Any, config: Any) -> Any:
+def _trunk(module: torch.nn.Module, config: PretrainedConfig | None) -> torch.nn.Module:
     """The part of a model to call: without a head, and of an encoder-decoder the encoder."""
     if getattr(config, "is_encoder_decoder", False) and hasattr(module, "get_encoder"):
         return module.get_encoder()
@@ -176,7 +192,7 @@ def _trunk(module: Any, config: Any) -> Any:
     return module if base is None or not hasattr(base, "forward") else base
 
 
-def _vocabulary(trunk: Any) -> int | None:
+def _vocabulary(trunk: torch.nn.Module) -> int | None:
     """Number of token ids that a model of transformers has embeddings for; None: unknown."""
     try:
         embedding = trunk.get_input_embeddings()
@@ -186,7 +202,7 @@ def _vocabulary(trunk: Any) -> int | None:
     return count if isinstance(count, int) else None
 
 
-def _has_learned_positions(trunk: Any) -> bool:
+def _has_learned_positions(trunk: torch.nn.Module) -> bool:
     """Whether positions have embeddings of their own, as in GPT-2 and BERT: others compute longer examples than configured."""
     return any(
         hasattr(module, "num_embeddings") and path.rpartition(".")[2] in _POSITIONS
@@ -197,7 +213,9 @@ def _has_learned_positions(trunk: Any) -> bool:
 _POSITIONS = ("wpe", "position_embeddings", "embed_positions", "position_embedding")
 
 
-def _most_tokens(config: Any) -> int | None:
+def _most_tokens(config: PretrainedConfig | None) -> int | None:
+    if config is None:
+        return None
     limits = [getattr(config, name, None) for name in _LIMITS]
     valid_limits = [limit for limit in limits if isinstance(limit, int) and limit > 0]
     if not valid_limits:
@@ -207,7 +225,7 @@ def _most_tokens(config: Any) -> int | None:
     return valid_limits[0] - offset
 
 
-def _pad_id(config: Any) -> int:
+def _pad_id(config: PretrainedConfig | None) -> int:
     """An id for padding that the embedding has. RoBERTa numbers positions by it; to other models it makes no difference."""
     pad_id, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     return pad_id if isinstance(pad_id, int) and 0 <= pad_id < (size or 1) else 0
@@ -216,7 +234,9 @@ def _pad_id(config: Any) -> int:
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "xlm-roberta-xl", "longformer", "mpnet", "esm")
 
 
-def _provenance(module: Any, name: str, revision: str | None, config: Any) -> dict[str, Any]:
+def _provenance(
+    module: torch.nn.Module, name: str, revision: str | None, config: PretrainedConfig | None
+) -> dict[str, object]:
     versions = {}
     for library in ("torch", "transformers"):
         try:
@@ -236,8 +256,8 @@ def _provenance(module: Any, name: str, revision: str | None, config: Any) -> di
     }
 
 
-def _digest_of(config: Any) -> str | None:
-    if not hasattr(config, "to_dict"):
+def _digest_of(config: PretrainedConfig | None) -> str | None:
+    if config is None or not hasattr(config, "to_dict"):
         return None
     fields = {name: value for name, value in config.to_dict().items() if name not in _UNSTABLE}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=repr).encode()).hexdigest()
@@ -249,7 +269,9 @@ _UNSTABLE = ("_name_or_path", "transformers_version", "_commit_hash", "use_cache
 # -- names of layers -----------------------------------------------------------------------------------------------------
 
 
-def hook_points(module: Any, trunk: Any, config: Any, layers: tuple[Layer, ...] | None) -> list[HookPoint]:
+def hook_points(
+    module: torch.nn.Module, trunk: torch.nn.Module, config: PretrainedConfig | None, layers: tuple[Layer, ...] | None
+) -> list[HookPoint]:
     """Returns the hook points of layers; ``layers=None`` is the residual stream before and after every block.
 
     Args:
@@ -277,7 +299,7 @@ def hook_points(module: Any, trunk: Any, config: Any, layers: tuple[Layer, ...] 
     return points
 
 
-def _point(layer: Layer, blocks: Blocks | None, modules: Mapping[str, Any], kind: str) -> HookPoint:
+def _point(layer: Layer, blocks: Blocks | None, modules: Mapping[str, torch.nn.Module], kind: str) -> HookPoint:
     if isinstance(layer, int):
         if blocks is None:
             raise ArgumentError(
@@ -317,20 +339,20 @@ def _point(layer: Layer, blocks: Blocks | None, modules: Mapping[str, Any], kind
     )
 
 
-def _some(modules: Mapping[str, Any]) -> str:
+def _some(modules: Mapping[str, torch.nn.Module]) -> str:
     """Names of some modules for messages: those of the first block."""
     names = [name for name in modules if name]
     block_names = [name for name in names if re.search(r"\.0\.\w+$", name)]
     return ", ".join(repr(name) for name in (block_names or names)[:3]) or "none"
 
 
-def find_blocks(module: Any, trunk: Any, config: Any) -> Blocks | None:
+def find_blocks(module: torch.nn.Module, trunk: torch.nn.Module, config: PretrainedConfig | None) -> Blocks | None:
     """The list of blocks of a model of transformers: of the trunk's lists with the configured length, the outermost one."""
     count = next((value for name in _COUNTS if isinstance(value := getattr(config, name, None), int)), None)
     if count is None:
         return None
     paths = {id(part): path for path, part in module.named_modules()}
-    lists: list[tuple[int, str, Any]] = []
+    lists: list[tuple[int, str, torch.nn.Module]] = []
     for path, part in trunk.named_modules():
         if type(part).__name__ == "ModuleList" and len(part) == count and id(part) in paths:
             lists.append((path.count("."), paths[id(part)], part))
@@ -347,5 +369,5 @@ def find_blocks(module: Any, trunk: Any, config: Any) -> Blocks | None:
     return Blocks(path, count, None if norm is None else f"{parent_path}.{norm}".lstrip("."))
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     return hasattr(value, "named_modules")

@@ -9,7 +9,7 @@ import warnings
 from contextlib import suppress
 from enum import StrEnum
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 import typer.completion as shells
@@ -69,6 +69,10 @@ from actshard.cli._plan_commands import plan_app
 from actshard.errors import ActshardError, UnknownFormatError, boundary
 from actshard.location import Location
 from actshard.runners import ENGINES
+
+if TYPE_CHECKING:
+    from actshard.layers import Layer
+    from actshard.tokens import TokenCache
 
 
 class Shell(StrEnum):
@@ -295,7 +299,7 @@ def bench_stream_command(
     output(json, lambda: measurement, lambda: verb.show(measurement))
 
 
-def _layers_named(store: actshard.Store, words: str) -> Any:
+def _layers_named(store: actshard.Store, words: str) -> Layer | list[Layer]:
     """Parses ``--layer`` for a stream."""
     from actshard.cli._layers import of_store
 
@@ -714,13 +718,13 @@ def demo_command() -> None:
     verb.run()
 
 
-def _place(path: str, options: list[str] | None, cache: str) -> Any:
+def _place(path: str, options: list[str] | None, cache: str) -> Location:
     from actshard.cli._places import place
 
     return place(path, options, cache)
 
 
-def _cache_at(location: Any, format: str | None) -> Any:
+def _cache_at(location: Location, format: str | None) -> TokenCache | None:
     from actshard.opening import token_cache_at
 
     return token_cache_at(location, format)

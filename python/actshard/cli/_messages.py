@@ -218,7 +218,7 @@ def _own_names(command: str) -> frozenset[str]:
     return frozenset()
 
 
-def calling(command: Any) -> None:
+def calling(command: object) -> None:
     """Remembers the command that is called, for its messages."""
     _CALLED.set(Spelling.of(command))
 

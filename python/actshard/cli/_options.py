@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -68,7 +68,7 @@ def _not_empty(ctx: typer.Context, param: typer.CallbackParam, value: str) -> st
     return value
 
 
-def layers_option(help: str, *names: str) -> Any:
+def layers_option(help: str, *names: str) -> object:
     """An option with names of layers."""
     return typer.Option(*names, callback=_not_empty, help=help, show_default=False)
 

@@ -6,12 +6,11 @@ import json as json_module
 import math
 import sys
 from collections.abc import Callable
-from typing import Any
 
 import typer
 
 
-def output(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> None:
+def output(json: bool, data: Callable[[], object], pretty: Callable[[], None]) -> None:
     """Calls ``pretty``, or prints the value of ``data()`` as JSON."""
     if not json:
         pretty()
@@ -25,7 +24,7 @@ def output(json: bool, data: Callable[[], Any], pretty: Callable[[], None]) -> N
     typer.echo(text)
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """A value with null for numbers that are not finite, which JSON does not have (RFC 8259, section 6)."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -12,11 +12,17 @@ from actshard.cli._format import console, size
 from actshard.quality import measure
 from actshard.store import Store
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-def run(store: Store, layer: Any, batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:
+    from actshard.layers import Layer
+
+
+def run(store: Store, layer: Layer | list[Layer], batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:
     """Reads for ``seconds``, at most one epoch; returns speed, memory and the quality of the shuffle."""
     stream = store.stream(layer, batch_size, **options)
-    batch_rows: list[tuple[Any, Any]] = []
+    batch_rows: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     total = 0
     began = time.perf_counter()
     first = 0.0

@@ -153,7 +153,7 @@ def rows(cache: TokenCache, n: int, tokenizer: Tokenizer | None) -> list[dict[st
     lengths, ids = read_beginnings(cache, cache.token_field, count, SHOWN_TOKENS)
     records = []
     for i in range(count):
-        shown: dict[str, Any] = {"row": i, "tokens": int(lengths[i])}
+        shown: dict[str, object] = {"row": i, "tokens": int(lengths[i])}
         if tokenizer is not None:
             shown["text"] = tokenizer.decode(ids[i].tolist())
         if MASKS in fields:

@@ -30,7 +30,7 @@ _SHOWN = 5
 """Examples with problems that are printed."""
 
 
-def model_named(words: str) -> Any:
+def model_named(words: str) -> object:
     """The model's name or folder, or the function that MODULE:FUNCTION names."""
     if not _FUNCTION.fullmatch(words):
         return words

@@ -63,7 +63,7 @@ def options_named(words: Sequence[str], owner: str, *, short: bool = True) -> di
         owner: whose options they are, for messages.
         short: whether the command also calls it ``-o``, which is an output file in other commands.
     """
-    options: dict[str, Any] = {}
+    options: dict[str, object] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if not equals or not name:

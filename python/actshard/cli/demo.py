@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,10 +36,10 @@ def probe_accuracy(store: actshard.Store, layer: Layer) -> float:
     return float((guess == past[~train]).mean())
 
 
-def _ridge(x: NDArray[Any], y: NDArray[Any]) -> NDArray[Any]:
+def _ridge(x: NDArray[np.floating], y: NDArray[np.floating]) -> NDArray[np.generic]:
     """Ridge regression in its dual form, because there are fewer sentences than dimensions."""
-    alpha: NDArray[Any] = np.linalg.solve(x @ x.T + RIDGE * np.eye(len(x)), y)
-    weights: NDArray[Any] = x.T @ alpha
+    alpha: NDArray[np.floating] = np.linalg.solve(x @ x.T + RIDGE * np.eye(len(x)), y)
+    weights: NDArray[np.floating] = x.T @ alpha
     return weights
 
 

@@ -7,7 +7,6 @@ import shlex
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.markup import escape
 
@@ -98,7 +97,7 @@ class PlanSummary:
         commands["progress"] = f"actshard status {file}"
         return commands
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns plain values for JSON."""
         predicted = self.plan.predicted
         return {

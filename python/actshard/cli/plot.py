@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actshard import _arguments, plot
 from actshard.cli._layers import of_store
@@ -20,6 +20,10 @@ from actshard.store import Store
 from actshard.stream.selection import Selection
 from actshard.tokens.looking import look
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
 _ONE_LAYER = ("dimensions", "shuffle")
 _FEW_LAYERS = ("histogram", "positions", "spectrum")
 
@@ -32,8 +36,8 @@ def run(
     *,
     quiet: bool,
     tokens: Any,
-    format: Any,
-    layout: Any,
+    format: str | None,
+    layout: str | None,
     of: str | None = None,
 ) -> Path:
     """Draws a plot and shows progress."""
@@ -76,7 +80,14 @@ def run(
     return file
 
 
-def _drawn(store: Store, what: str, names: Any, of: str | None, tokens: Any, tell: Any) -> Any:
+def _drawn(
+    store: Store,
+    what: str,
+    names: Any,
+    of: str | None,
+    tokens: Any,
+    tell: Callable[[str, int, int], object],
+) -> object:
     """Draws a plot of several layers, from all rows or a sample of them."""
 
     def rows(done: int, total: int) -> None:

@@ -50,7 +50,7 @@ def run(plan: Plan, on: str, *, quiet: bool, **options: Any) -> Any:
         return runners.run(plan, on, progress=watch.counts, **options)
 
 
-def commit(plan: Plan, file: str) -> Any:
+def commit(plan: Plan, file: str) -> object:
     """Commits a plan. If tasks are left, the error names the next command."""
     try:
         return plan.commit()
@@ -60,9 +60,9 @@ def commit(plan: Plan, file: str) -> Any:
         raise
 
 
-def engine_options(**options: str | float) -> dict[str, Any]:
+def engine_options(**options: str | float) -> dict[str, object]:
     """Returns the given options with the types that engines expect. :func:`actshard.run` refuses options of other engines."""
-    typed_options: dict[str, Any] = {}
+    typed_options: dict[str, object] = {}
     for name, value in options.items():
         if (isinstance(value, float) and value.is_integer()) or (
             name == "time" and isinstance(value, str) and value.isdecimal()
@@ -189,6 +189,6 @@ def show_done(plan: Plan, tasks: Sequence[int]) -> None:
     typer.echo(f"{subject}: done; {over}")
 
 
-def exit_status(outcome: Any) -> int:
+def exit_status(outcome: object) -> int:
     """Returns the exit status: for a report that of ``actshard verify``, otherwise 0."""
     return outcome.status if isinstance(outcome, Report) else 0

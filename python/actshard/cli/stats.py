@@ -59,10 +59,10 @@ def as_dict(stats_by_layer: dict[Layer, Stats]) -> dict[str, Any]:
     return {str(layer): _plain(stats) for layer, stats in stats_by_layer.items()}
 
 
-def _plain(stats: Stats) -> dict[str, Any]:
+def _plain(stats: Stats) -> dict[str, object]:
     quantiles = zip(_QUANTILES, stats.norms.quantile(_QUANTILES).tolist(), strict=True)
     positions = stats.norms_by_position
-    values: dict[str, Any] = {
+    values: dict[str, object] = {
         "rows": stats.rows,
         "mean_norm": _number(stats.mean_norm),
         "norm_quantiles": {str(q): _number(norm) for q, norm in quantiles},

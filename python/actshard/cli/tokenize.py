@@ -21,7 +21,7 @@ from actshard.tokens.config import CachePlan, LmDataConfig
 from actshard.tokens.writing import WRITE_HERE
 
 
-def format_named(name: str, words: list[str], template: str | None, *, short: bool = True) -> dict[str, Any]:
+def format_named(name: str, words: list[str], template: str | None, *, short: bool = True) -> dict[str, object]:
     """Builds the mapping of Levanter's ``format:`` block from command-line options."""
     row_format = {"type": name, **options_named(words, "the row format", short=short)}
     if template is not None:
@@ -50,7 +50,7 @@ def run(
     }
 
 
-def run_config(file: str, components: list[str] | None, *, quiet: bool, **options: Any) -> list[dict[str, Any]]:
+def run_config(file: str, components: list[str] | None, *, quiet: bool, **options: object) -> list[dict[str, object]]:
     """Builds all caches of a configuration."""
     config = LmDataConfig.from_yaml(file)
     summaries = []
@@ -63,7 +63,7 @@ def run_config(file: str, components: list[str] | None, *, quiet: bool, **option
     return summaries
 
 
-def plans(file: str, components: list[str] | None) -> list[dict[str, Any]]:
+def plans(file: str, components: list[str] | None) -> list[dict[str, object]]:
     """Lists the caches of a configuration without building them."""
     chosen = LmDataConfig.from_yaml(file).plans(components or None)
     for plan in chosen:
@@ -76,7 +76,7 @@ def _summary(plan: CachePlan) -> dict[str, Any]:
     return {"component": plan.component, "split": plan.split, "state": plan.state, "path": str(plan.path), **about}
 
 
-def _about(cache: TokenCache) -> dict[str, Any]:
+def _about(cache: TokenCache) -> dict[str, object]:
     skipped = sum(cache.ledger.skipped.values())
     return {"path": str(cache.path), "rows": len(cache), "tokens": cache.num_tokens, "skipped": skipped}
 

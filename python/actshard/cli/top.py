@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.markup import escape
@@ -19,6 +19,9 @@ from actshard.layers import listing, plain
 from actshard.store import Store
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _BAR = 24
 """Characters of a bar."""
@@ -136,7 +139,7 @@ def row(
     return record
 
 
-def show_row(cache: TokenCache, record: dict[str, Any]) -> None:
+def show_row(cache: TokenCache, record: Mapping[str, Any]) -> None:
     """Prints a line per token."""
     out = console()
     out.print(f"row {record['row']} of {len(cache):,}, {many(record['tokens'], 'token')}")

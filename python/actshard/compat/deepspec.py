@@ -99,7 +99,7 @@ class CacheDataset(data.Dataset):
             )
         return self._examples.numbers
 
-    def _manifest(self, model: str | None) -> dict[str, Any]:
+    def _manifest(self, model: str | None) -> dict[str, object]:
         store = self._examples.store
         manifest = dict(store.metadata) if store.format == "deepspec" else {}
         model = model or store.contents.model
@@ -158,7 +158,7 @@ def _padded(features: Sequence[dict[str, torch.Tensor]], key: str) -> torch.Tens
     return out
 
 
-def validate_train_cache(*, train_dataset: Any, draft_model: Any, target_model_name_or_path: Any) -> None:
+def validate_train_cache(*, train_dataset: Any, draft_model: Any, target_model_name_or_path: object) -> None:
     """Compares a dataset's layers, width and model with a draft model's configuration, as DeepSpec does.
 
     Raises:

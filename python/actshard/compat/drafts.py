@@ -23,7 +23,7 @@ from actshard.stream.content import content_range
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Layers = Sequence[Layer] | Mapping[Any, int]
+Layers = Sequence[Layer] | Mapping[Layer, int]
 """Names of layers, in the order in which they are concatenated; or a mapping from these names to the layers' numbers."""
 
 
@@ -38,10 +38,10 @@ class DraftSample:
         last: ``(T, d_model)``, the last hidden states; None without such a layer.
     """
 
-    ids: NDArray[Any]
-    mask: NDArray[Any]
-    states: NDArray[Any]
-    last: NDArray[Any] | None
+    ids: NDArray[np.generic]
+    mask: NDArray[np.generic]
+    states: NDArray[np.generic]
+    last: NDArray[np.generic] | None
 
 
 class DraftExamples:
@@ -89,7 +89,7 @@ class DraftExamples:
     def _numbers(self, layers: Layers | None) -> tuple[int, ...] | None:
         """The layers' numbers in the model, if they are known."""
         if isinstance(layers, Mapping):
-            numbers: tuple[Any, ...] = tuple(layers.values())
+            numbers: tuple[int, ...] = tuple(layers.values())
             if not all(type(number) is int for number in numbers):
                 raise ArgumentError(f"layers: expected integers as the layers' numbers, found {numbers!r:.200}")
             return numbers
@@ -101,7 +101,7 @@ class DraftExamples:
     def __len__(self) -> int:
         return self.store.num_examples
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_table": None}
 
     @property
@@ -110,7 +110,7 @@ class DraftExamples:
         return self.store.d_model
 
     @property
-    def state_dtype(self) -> np.dtype[Any]:
+    def state_dtype(self) -> np.dtype[np.generic]:
         """Dtype of the states."""
         return self.store.dtype if self.dtype is None else self.dtype
 
@@ -150,7 +150,7 @@ class DraftExamples:
             )
         return samples
 
-    def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    def tokens(self, examples: Sequence[int]) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
         """Reads token ids and masks of examples, without their states.
 
         Raises:
@@ -162,7 +162,7 @@ class DraftExamples:
 
     def _tokens(
         self, numbers: NDArray[np.int64], stored: NDArray[np.int64], content: NDArray[np.int64]
-    ) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    ) -> list[tuple[NDArray[np.generic], NDArray[np.generic]]]:
         values = self._columns(numbers)
         pairs = []
         for i, (example, *counts) in enumerate(np.stack([numbers, stored, content], axis=1).tolist()):
@@ -176,13 +176,15 @@ class DraftExamples:
         first, stop = content_range(self.store, stored, numbers)
         return stop - first
 
-    def _rows(self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+    def _rows(
+        self, groups: NDArray[np.int64], examples: NDArray[np.int64], tokens: NDArray[np.int64]
+    ) -> NDArray[np.generic]:
         if not len(groups):
             return np.empty((len(examples), 0), self.state_dtype)
         layers = self.layers if groups is self._groups else (self.last,)
         # Allocated by numpy, which reuses the memory of freed samples: faulting in new pages would cost as much as the copy.
         out = np.empty((len(examples), len(groups) * self.width), self.state_dtype)
-        rows: NDArray[Any] = self.store.gather_of(groups, examples, tokens, out, self.dtype, layers)
+        rows: NDArray[np.generic] = self.store.gather_of(groups, examples, tokens, out, self.dtype, layers)
         return rows
 
     def _columns(self, numbers: NDArray[np.int64]) -> pa.Table:
@@ -200,7 +202,7 @@ class DraftExamples:
 
         return picked(self._table, numbers)
 
-    def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[Any]:
+    def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[np.generic]:
         """Copies the values of the content tokens to the column's dtype. The list has one value per stored or content token."""
         kind = self._kinds[name]
         where = f"column {name!r}, example {example}"

@@ -162,7 +162,7 @@ def load_activations(
     return (activations, _labels(store, examples)) if return_labels else activations
 
 
-def _labels(store: actshard.Store, examples: NDArray[np.int64]) -> NDArray[Any] | None:
+def _labels(store: actshard.Store, examples: NDArray[np.int64]) -> NDArray[np.generic] | None:
     if "label" not in store.info()["columns"]:
         return None
     every = store.read_columns(["label"])["label"].to_pylist()
@@ -198,7 +198,7 @@ def load_activation_dataset(
     stored_tensors = store.metadata.get("tensors", {})
     # Missing types are left out, as in lmprobe.
     names = list(stored_tensors) if tensors is None else [t for t in tensors if t in stored_tensors]
-    tensors_by_name: dict[str, Any] = {}
+    tensors_by_name: dict[str, object] = {}
     if "hidden_layers" in names:
         for layer in store.layers if layers is None else [x for x in store.layers if x in layers]:
             if _stored_pooling(store) is None:
@@ -242,7 +242,7 @@ class ActivationStore:
         return store
 
     @classmethod
-    def from_cache(cls, *_: Any, **__: Any) -> ActivationStore:
+    def from_cache(cls, *_: object, **__: object) -> ActivationStore:
         """Not supported: lmprobe's cache is private. Use lmprobe's ActivationStore.
 
         Raises:
@@ -319,9 +319,9 @@ class ActivationStore:
 
     def clear(self) -> None:
         """Frees the loaded data."""
-        self._data: dict[int, NDArray[Any]] = {}
+        self._data: dict[int, NDArray[np.generic]] = {}
         self._prompts: list[str] = []
-        self._labels: NDArray[Any] | None = None
+        self._labels: NDArray[np.generic] | None = None
         self._prompt_to_idx: dict[str, int] = {}
         self._loaded = False
 

@@ -104,7 +104,7 @@ class ActivationDataset:
             for row, e in zip(rows, examples.tolist(), strict=True)
         ]
 
-    def _sequences(self, examples: NDArray[np.int64]) -> list[NDArray[Any]]:
+    def _sequences(self, examples: NDArray[np.int64]) -> list[NDArray[np.generic]]:
         """Reads each example in its stored dtype, as unpickling would."""
         types = self._store.rows.stored_types(self._store.group_of(self.layer_idx), examples)
         if len(dict.fromkeys(types)) == 1:
@@ -119,7 +119,7 @@ class ActivationDataset:
         return sequences
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "DataLoader":  # the text imports it together with its own functions
         try:
             from torch.utils.data import DataLoader

@@ -33,7 +33,7 @@ from actshard.location import Location, network_io
 __all__ = ["Array", "Group", "TrainingDataset", "open_consolidated", "open_group"]
 
 
-def open_group(store: str | PathLike[str], mode: str = "r", **_: Any) -> Group:
+def open_group(store: str | PathLike[str], mode: str = "r", **_: object) -> Group:
     """Opens a store or a run; ``mode`` must be ``"r"``.
 
     Raises:
@@ -209,10 +209,10 @@ class Array:
             raise TypeError("len() of an array with 0 dimensions")
         return self.shape[0]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_rows": None}
 
-    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+    def __array__(self, dtype: Any = None, copy: object = None) -> NDArray[Any]:
         return np.asarray(self[...], dtype)
 
     def __getitem__(self, index: Any) -> Any:
@@ -245,7 +245,7 @@ class Array:
             array = array[..., elements]
         return array.reshape([n for n, gone in zip(array.shape, drop, strict=True) if not gone])[()]
 
-    def _basic(self, index: Any) -> tuple[list[NDArray[np.int64]], list[bool]]:
+    def _basic(self, index: object) -> tuple[list[NDArray[np.int64]], list[bool]]:
         """Returns the indices along each dimension, and for each whether an integer index drops it."""
         indices = list(index) if isinstance(index, tuple) else [index]
         if sum(x is Ellipsis for x in indices) > 1 or len([x for x in indices if x is not Ellipsis]) > self.ndim:
@@ -371,7 +371,7 @@ class TrainingDataset:
         return items
 
 
-def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
+def _stacked(rows: list[NDArray[np.generic]]) -> NDArray[np.generic]:
     """Stacks rows; returns a view if they are consecutive in one block of memory."""
     first, base = rows[0], rows[0].base
     size = first.nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,7 +118,7 @@ def read(
     ids: NDArray[np.int64],
     counts: NDArray[np.int64],
     lengths: NDArray[np.int64],
-    memory: NDArray[Any],
+    memory: NDArray[np.generic],
     lost: list[int] | None = None,
 ) -> None:
     """Reads the selected tokens of each example and layer into ``memory``, cut or zero-padded to ``lengths``.

@@ -43,7 +43,7 @@ class JoinedCarrying(Carrying):
                 has[joined] = has.get(joined, True) and name in fillers
         return frozenset(name for name, only in has.items() if only)
 
-    def metadata_kept(self, contents: Contents) -> dict[str, Any]:
+    def metadata_kept(self, contents: Contents) -> dict[str, object]:
         """Every part's metadata."""
         parts = [
             {**entry, "metadata": carrying_of(part.contents).metadata_kept(part.contents)}
@@ -51,6 +51,6 @@ class JoinedCarrying(Carrying):
         ]
         return {"parts": parts}
 
-    def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:
         """None: the parts may come from several datasets."""
         return None

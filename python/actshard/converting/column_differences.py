@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ class ColumnComparison:
         self._target, self._result, self._columns = target, result, columns
         self._is_compared = target.only_columns is None
         names = list(result.contents.column_names) if self._is_compared and target.holds_columns else []
-        self._stored: Mapping[str, Any] = read_columns(target, result.contents, names) if names else {}
+        self._stored: Mapping[str, pa.ChunkedArray] = read_columns(target, result.contents, names) if names else {}
 
     def difference(self, ids: NDArray[np.int64], unit: int | None, places: NDArray[np.int64]) -> str | None:
         """The first difference in some examples; None if they are equal.

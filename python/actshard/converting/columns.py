@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,7 +133,7 @@ class Columns:
                 return None
             field, column = list_column(PATCH_LABELS, np.ascontiguousarray(self.labels[examples]))
             return pa.Table.from_arrays([column], schema=pa.schema([field]))
-        columns: list[tuple[pa.Field, Any]] = []
+        columns: list[tuple[pa.Field, object]] = []
         table = self._cut_token_columns(self._table(examples, unit), examples)
         table = self._one_text(self._outgoing(table), target)
         replaced = {f"{ROUTER}{layer}" for layer in self.replaced_routers}
@@ -406,12 +406,12 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_null(kind))
 
 
-def _counts_up(column: Any, examples: NDArray[np.int64]) -> bool:
+def _counts_up(column: pa.ChunkedArray, examples: NDArray[np.int64]) -> bool:
     """Whether a column equals the example numbers."""
     return column.null_count == 0 and bool((column.to_numpy() == examples).all())
 
 
-def _as_array(field: pa.Field, column: Any) -> tuple[pa.Field, Any]:
+def _as_array(field: pa.Field, column: pa.ChunkedArray) -> tuple[pa.Field, object]:
     """Converts a column of equally long lists to a fixed-size list column of the smallest dtype that holds all values exactly."""
     import pyarrow as pa
 
@@ -485,7 +485,7 @@ def left_out(store: Store, chosen: Mapping[str, str]) -> list[str]:
     return [n for n in carrying.names(store.contents) if n != carrying.number_column and n not in chosen]
 
 
-def choose(store: Store, columns: Any) -> dict[str, str] | None:
+def choose(store: Store, columns: object) -> dict[str, str] | None:
     """Checks ``columns=`` and returns a mapping from names to names in the result; None: all columns.
 
     Raises:

@@ -138,9 +138,9 @@ def source(
     src: Any,
     format: str | None,
     io: str,
-    storage_options: Mapping[str, Any] | None = None,
-    cache: Any = None,
-    layout: Any = None,
+    storage_options: Mapping[str, object] | None = None,
+    cache: str | os.PathLike[str] | int | bool | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
 ) -> Store:
     """Opens the dataset to convert, unless it is already a store."""
     if isinstance(src, Store):
@@ -154,7 +154,7 @@ def check_request(
     store: Store,
     format: str,
     *,
-    layers: Layer | Sequence[Layer] | Mapping[Any, Layer] | None,
+    layers: Layer | Sequence[Layer] | Mapping[Layer, Layer] | None,
     examples: ArrayLike | slice | None,
     tokens: str,
     pad: bool,
@@ -205,8 +205,8 @@ def configure_target(
     dtype: DTypeLike | None,
     tokens_per_example: int | None,
     shard_bytes: int | str | None,
-    metadata: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
+    metadata: Mapping[str, object] | None,
+    options: Mapping[str, object],
     created: int | None = None,
 ) -> Target:
     """Returns the target, configured with dtype, tokens per example and metadata. ``created``: see :class:`Spec`."""
@@ -270,8 +270,8 @@ def conversion_record(
     dtype: DTypeLike | None,
     tokens_per_example: int | None,
     shard_bytes: int | str | None,
-    metadata: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
+    metadata: Mapping[str, object] | None,
+    options: Mapping[str, object],
     digest: str | None = None,
 ) -> Request:
     """The record of a conversion's request, by the verb or by a plan. :func:`configure_target` has checked the arguments.
@@ -356,7 +356,7 @@ def _pooled(store: Store) -> bool:
     return contents.counts_are_cheap and bool((store.token_counts == 1).all())
 
 
-def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def described(store: Store, format: str) -> tuple[dict[str, object], dict[str, object]]:
     """Returns the source's metadata for the target format, as (metadata, options of :func:`actshard.create`).
 
     Metadata of another format are stored unchanged and restored on conversion back.
@@ -373,7 +373,7 @@ def described(store: Store, format: str) -> tuple[dict[str, Any], dict[str, Any]
     )
 
 
-def _content_only(metadata: dict[str, Any]) -> dict[str, Any]:
+def _content_only(metadata: dict[str, Any]) -> dict[str, object]:
     """Adapts the stored source metadata to examples without special tokens, for a later conversion back."""
     origin = checked_origin(metadata.get(ORIGIN))
     if origin is None or origin.get("format") not in formats.names():
@@ -382,7 +382,7 @@ def _content_only(metadata: dict[str, Any]) -> dict[str, Any]:
     return {**metadata, ORIGIN: {**origin, "metadata": content_metadata}}
 
 
-def overflowed(dtype: np.dtype[Any] | None, count: int) -> list[Loss]:
+def overflowed(dtype: np.dtype[np.generic] | None, count: int) -> list[Loss]:
     """The loss of finite values that became infinite, if there are any."""
     if not count:
         return []

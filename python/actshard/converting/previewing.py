@@ -68,7 +68,7 @@ def preview(
     dst: str | os.PathLike[str],
     format: str | None = None,
     *,
-    layers: Layer | Sequence[Layer] | Mapping[Any, Layer] | None = None,
+    layers: Layer | Sequence[Layer] | Mapping[Layer, Layer] | None = None,
     examples: ArrayLike | slice | None = None,
     columns: Iterable[str] | Mapping[str, str] | None = None,
     tokens: _arguments.Kept = "all",
@@ -79,9 +79,9 @@ def preview(
     shard_bytes: int | str | None = None,
     src_format: str | None = None,
     overflow: _arguments.Overflow = "refuse",
-    storage_options: Mapping[str, Any] | None = None,
-    cache: Any = None,
-    **options: Any,
+    storage_options: Mapping[str, object] | None = None,
+    cache: str | os.PathLike[str] | int | bool | None = None,
+    **options: object,
 ) -> list[Preview]:
     """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes nothing to ``dst``.
 
@@ -129,7 +129,7 @@ def _preview(
     only: bool,
     selection: dict[str, Any],
     sizes: dict[str, Any],
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     overflow: str,
     digest: str,
 ) -> Preview:

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class SavesToDisk(Protocol):
     """A ``datasets.Dataset``."""
 
-    def save_to_disk(self, dataset_path: Any) -> None:
+    def save_to_disk(self, dataset_path: object) -> None:
         """Writes the dataset to a new folder."""
 
 
@@ -24,7 +24,7 @@ def saves(convert: F) -> F:
     """Extends a conversion to sources that are objects of formats' libraries (:meth:`Format.is_given`)."""
 
     @functools.wraps(convert)
-    def wrapped(src: Any, dst: Any, format: str, **arguments: Any) -> Any:
+    def wrapped(src: Any, dst: Any, format: str, **arguments: object) -> object:
         kind = formats.of_object(src)
         if kind is None:
             return convert(src, dst, format, **arguments)

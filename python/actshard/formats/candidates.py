@@ -5,11 +5,14 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from actshard.errors import ArgumentError, FormatError
 from actshard.layers import several
 from actshard.location import Location
+
+if TYPE_CHECKING:
+    from actshard.layers import Layer
 
 _OF_STATES = re.compile(r"hidden|resid|activation|(?<![a-z])acts?(?![a-z])|(?<![a-z])states?(?![a-z])", re.IGNORECASE)
 _OF_OUTPUTS = re.compile(
@@ -24,7 +27,7 @@ def rank_of(name: str) -> int:
     return 1 + bool(_OF_STATES.search(name)) - bool(_OF_OUTPUTS.search(name))
 
 
-def choose(kinds: Mapping[str, Any], path: Location, rank: Callable[[str], int] = rank_of) -> list[str]:
+def choose(kinds: Mapping[str, object], path: Location, rank: Callable[[str], int] = rank_of) -> list[str]:
     """The columns that are layers: those of the kind of the best one, by its name, then by its kind.
 
     Args:
@@ -45,7 +48,7 @@ def choose(kinds: Mapping[str, Any], path: Location, rank: Callable[[str], int] 
     return [name for name in kinds if kinds[name] == kinds[best] and rank(name)]
 
 
-def named_in(layout: Any, columns: Sequence[str]) -> list[str] | None:
+def named_in(layout: Mapping[str, Sequence[Layer]] | None, columns: Sequence[str]) -> list[str] | None:
     """The columns that ``layout={"layers": [...]}`` names; None without it. Raises ArgumentError for others."""
     if layout is None:
         return None

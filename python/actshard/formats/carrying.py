@@ -68,27 +68,27 @@ class Carrying:
         """Texts about metadata in which the dataset's stores differ; reported as a loss, because the first one's are kept."""
         return metadata_differences([(name, self.metadata_of(values)) for name, values in contents.store_metadata()])
 
-    def metadata_of(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def metadata_of(self, metadata: Mapping[str, object]) -> dict[str, object]:
         """A store's metadata that do not describe its files."""
         return without_files(metadata)
 
-    def metadata_kept(self, contents: Contents) -> dict[str, Any]:
+    def metadata_kept(self, contents: Contents) -> dict[str, object]:
         """The metadata to store under :data:`ORIGIN` in another format."""
         return without_files(contents.metadata)
 
-    def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:
         """The source of a converted dataset: ``{"format", "metadata"}``; None if it was not converted."""
         return checked_origin(metadata.get(ORIGIN))
 
-    def content_only(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def content_only(self, metadata: Mapping[str, object]) -> dict[str, object]:
         """Adapts stored metadata to examples without their special tokens."""
         return dict(metadata)
 
     # -- to this format --------------------------------------------------------------------------------------------
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
         """Converts metadata of this format to metadata and options of :func:`actshard.create`.
 
         ``contents`` is the source if it has this format; None if the metadata were restored from another format.
@@ -102,13 +102,15 @@ class Carrying:
         """
         return {}
 
-    def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def metadata_from(
+        self, contents: Contents, origin: dict[str, object]
+    ) -> tuple[dict[str, object], dict[str, object]]:
         """Metadata and options for a source of another format. ``origin`` is the source's metadata to store."""
         model_field = {self.model_key: contents.model} if self.model_key is not None and contents.model else {}
         return {**model_field, ORIGIN: origin}, {}
 
 
-def metadata_differences(stores: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
+def metadata_differences(stores: Sequence[tuple[str, Mapping[str, object]]]) -> list[str]:
     """Texts about the metadata in which stores (name, metadata) differ from the first, one per field.
 
     Times and versions of the writing program may differ.
@@ -123,7 +125,7 @@ def metadata_differences(stores: Sequence[tuple[str, Mapping[str, Any]]]) -> lis
     return list(texts.values())
 
 
-def first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
+def first_difference(name: str, a: object, b: object) -> tuple[str, object, object]:
     """Path of the first field in which two values differ, and its values; of a dict that only one of them has, the keys."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return name, a, b
@@ -133,15 +135,15 @@ def first_difference(name: str, a: Any, b: Any) -> tuple[str, Any, Any]:
     return first_difference(f"{name}.{inner}", a[inner], b[inner])
 
 
-def checked_origin(origin: Any) -> dict[str, Any] | None:
+def checked_origin(origin: object) -> dict[str, Any] | None:
     """Returns a value found under :data:`ORIGIN` if it is valid, else None."""
     if isinstance(origin, dict) and isinstance(origin.get("metadata"), dict):
         return origin
     return None
 
 
-def without_files(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def without_files(metadata: Mapping[str, object]) -> dict[str, object]:
     """Metadata as JSON-compatible values, without lists of shards and tensors."""
     kept_metadata = {name: value for name, value in metadata.items() if name not in _OF_FILES}
-    plain: dict[str, Any] = json.loads(json.dumps(kept_metadata, default=str))
+    plain: dict[str, object] = json.loads(json.dumps(kept_metadata, default=str))
     return plain

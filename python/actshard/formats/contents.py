@@ -14,6 +14,9 @@ from actshard.layers import Layer
 from actshard.location import Location, network_io
 
 if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
     import pyarrow as pa
 
     from actshard._native import Rows
@@ -30,7 +33,7 @@ class Options:
     """Size of the cache of decoded data, in bytes."""
     checksums: bool = True
     """Whether to verify files against the checksums listed in the dataset."""
-    layout: Any = None
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None
     """A description of the folder's files, for formats that need one: a path, TOML text or a dict."""
 
     keep: bool = False
@@ -107,7 +110,7 @@ class Contents:
     layers: tuple[Layer, ...]
     """Names in stored order: all integers or all strings."""
     d_model: int
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     num_examples: int
     token_counts: Callable[[], NDArray[np.int64]]
     """Returns tokens stored per example, (n,) int64. Called once, when first needed."""
@@ -120,7 +123,7 @@ class Contents:
     files: Callable[[], list[Path]]
     """Lists all files that contain rows. The list may be long, and files may be missing."""
     model: str | None = None
-    provenance: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, object] = field(default_factory=dict)
     store_metadata: Callable[[], Sequence[tuple[str, dict[str, Any]]]] = lambda: ()
     """Name and metadata of each store of which the dataset consists; the first one's are the dataset's. Empty: of one store."""
     extras: tuple[str, ...] = ()
@@ -169,7 +172,7 @@ class Contents:
     router: Callable[[], Router | None] = lambda: None
     whole: Contents | None = None
     """The whole dataset, if these contents are a selection of its examples."""
-    layout: Any = None
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None
     """The ``layout=`` argument. It decides which values the files contain. Set when the dataset is opened."""
     chosen: Chosen | None = None
     """The selected examples, as numbers in ``whole``."""

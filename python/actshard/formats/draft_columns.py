@@ -144,7 +144,11 @@ class DraftColumns:
     """
 
     def __init__(
-        self, root: Location, paths: Sequence[Location], rows: Mapping[str, Rows], values: Mapping[str, Sequence[Any]]
+        self,
+        root: Location,
+        paths: Sequence[Location],
+        rows: Mapping[str, Rows],
+        values: Mapping[str, Sequence[object]],
     ) -> None:
         self._root, self._paths = root, paths
         self._tokens = TokenColumns(rows, len(paths), root.place)
@@ -171,14 +175,14 @@ class DraftColumns:
                 raise NotStoredError(
                     f"has no column {name!r}; columns are {', '.join(self.names)}", path=self._root.place
                 )
-        parts: dict[str, Any] = {}
+        parts: dict[str, object] = {}
         if token_names := [name for name in names if name in self.per_token]:
             read = self._tokens.some(token_names, numbers)
             parts = {name: read[name].combine_chunks() for name in token_names}
         parts |= {name: self._plain(name, numbers.tolist()) for name in names if name not in parts}
         return table_of(list(names), [(parts, len(numbers))])
 
-    def _plain(self, name: str, numbers: Sequence[int]) -> list[Any]:
+    def _plain(self, name: str, numbers: Sequence[int]) -> list[object]:
         if name == _FILE:
             return [self._paths[i].relative_to(self._root) for i in numbers]
         values = self._values[name]

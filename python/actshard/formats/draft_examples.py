@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,18 +105,18 @@ class DraftExample:
     last: PlacedTensor | None
     columns: dict[str, PlacedTensor]
     """Token ids and masks."""
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, object] = field(default_factory=dict)
     """Numbers and strings of the file, such as ``conversation_id``."""
     sizes: tuple[int, int] = (0, 0)
 
 
-def values_of_files(examples: Sequence[DraftExample | None]) -> dict[str, list[Any]]:
+def values_of_files(examples: Sequence[DraftExample | None]) -> dict[str, list[object]]:
     """Numbers and strings of files, by name; None for a file without the value."""
     names = dict.fromkeys(name for example in examples if example is not None for name in example.values)
     return {name: [None if example is None else example.values.get(name) for example in examples] for name in names}
 
 
-def kind_of(value: Any, kinds: Sequence[DraftKeys]) -> DraftKeys | None:
+def kind_of(value: object, kinds: Sequence[DraftKeys]) -> DraftKeys | None:
     """The kind of a file's saved object; None if no kind matches."""
     if not isinstance(value, dict):
         return None
@@ -127,7 +126,7 @@ def kind_of(value: Any, kinds: Sequence[DraftKeys]) -> DraftKeys | None:
     return None
 
 
-def _axes(value: Any) -> int:
+def _axes(value: object) -> int:
     """Number of axes of a tensor; 0 if the value is not a tensor."""
     return len(value.shape) if isinstance(value, StoredArray) else 0
 
@@ -191,7 +190,7 @@ def example_of(file: TorchFile, keys: DraftKeys) -> DraftExample:
     return DraftExample(tokens, file.is_gzipped, aux, last, columns, plain, file.sizes)
 
 
-def _tensor(file: TorchFile, value: dict[Any, Any], key: str) -> StoredArray:
+def _tensor(file: TorchFile, value: dict[object, object], key: str) -> StoredArray:
     tensor = value.get(key)
     if isinstance(tensor, RefusedObject):
         raise refusal(tensor, key, file.path)

@@ -88,11 +88,11 @@ class KeptExamples:
     keys: DraftKeys
     tokens: NDArray[np.uint32]
     parts: dict[str, PlacedTensors]
-    values: dict[str, list[Any]]
+    values: dict[str, list[object]]
 
 
 def restored(
-    kinds: Sequence[DraftKeys], n: int, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]
+    kinds: Sequence[DraftKeys], n: int, header: Mapping[str, object], arrays: Sequence[NDArray[Any]]
 ) -> KeptExamples | None:
     """The examples of n files; None if the index is invalid. Offsets are checked against files when rows are read."""
     keys = next((keys for keys in kinds if keys.kind == header.get("kind")), None)
@@ -114,7 +114,7 @@ def restored(
     return KeptExamples(keys, tokens, tensors, values)
 
 
-def _checked_parts(keys: DraftKeys | None, parts: Any) -> list[tuple[str, str, int]] | None:
+def _checked_parts(keys: DraftKeys | None, parts: object) -> list[tuple[str, str, int]] | None:
     """Names, dtypes and widths of the kind's tensors, in the order in which files are read."""
     if keys is None or not isinstance(parts, list):
         return None
@@ -139,7 +139,7 @@ def _checked_parts(keys: DraftKeys | None, parts: Any) -> list[tuple[str, str, i
     return None if "last" in expected_states and "last" not in states else descriptors
 
 
-def _checked_values(values: Any, n: int) -> dict[str, list[Any]] | None:
+def _checked_values(values: Any, n: int) -> dict[str, list[object]] | None:
     """For each name, a number, a string or None per example."""
     sound = isinstance(values, dict) and all(
         isinstance(column, list)

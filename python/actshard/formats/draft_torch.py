@@ -224,7 +224,7 @@ class DraftDataset:
         if index is not None:
             kept_index.save(*index)
 
-    def restore(self, header: dict[str, Any], arrays: list[NDArray[Any]]) -> bool:
+    def restore(self, header: dict[str, object], arrays: list[NDArray[np.generic]]) -> bool:
         """Restores the examples from a cached index instead of reading files; False if the index is invalid."""
         examples = restored(self.folder.kinds, len(self.paths), header, arrays)
         if examples is None:
@@ -240,7 +240,7 @@ class DraftDataset:
     def _agree(self, kinds: dict[int, DraftKeys]) -> None:
         """Chooses the most common kind, shape and dtypes of columns. Other files become faults."""
 
-        def shape_of(number: int) -> tuple[Any, ...]:
+        def shape_of(number: int) -> tuple[object, ...]:
             example = self.examples[number]
             assert example is not None
             parts = [part for part in (example.aux, example.last) if part is not None]
@@ -384,7 +384,7 @@ def _format_shape(shape: tuple[Any, ...]) -> str:
     return f"{states} {'/'.join(dtypes)}, {shown}"
 
 
-def _layer_names(layout: Any) -> tuple[Layer, ...] | None:
+def _layer_names(layout: object) -> tuple[Layer, ...] | None:
     """Layer names from the argument ``layout={"layers": [...]}``."""
     if layout is None:
         return None

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,11 +72,13 @@ class DraftCarrying(Carrying):
     of_files: ClassVar[frozenset[str]] = frozenset(("kind",))
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
         return {}, {"kind": metadata["kind"]} if isinstance(metadata.get("kind"), str) else {}
 
-    def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def metadata_from(
+        self, contents: Contents, origin: dict[str, object]
+    ) -> tuple[dict[str, object], dict[str, object]]:
         return {}, {}
 
 
@@ -104,7 +106,7 @@ class DraftTarget(TokenTarget):
         self._check_layers()
         self._new: list[Path] = []
 
-    def _kind_name(self, option: Any) -> str:
+    def _kind_name(self, option: object) -> str:
         if option is None:
             fitting = [name for name, kind in self.kinds.items() if kind.has(LAST) == (self.last is not None)]
             return fitting[0] if fitting else next(iter(self.kinds))
@@ -132,7 +134,7 @@ class DraftTarget(TokenTarget):
             raise ArgumentError(f"layers: {what} stores other layers besides the last hidden state; {layers_found}")
 
     @property
-    def reading_layout(self) -> dict[str, Any] | None:
+    def reading_layout(self) -> dict[str, object] | None:
         return {"layers": list(self.reading.values())} if self.aux else None
 
     # -- files -----------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class DraftTarget(TokenTarget):
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, FLOATS, self.format, "")
 
     def check_columns(self, schema: pa.Schema) -> None:
@@ -183,7 +185,7 @@ class DraftTarget(TokenTarget):
             if field.name in self.kind.values and not any(is_(field.type) for is_ in plain):
                 raise ArgumentError(f"columns: {field.name!r}: expected integers, flags or strings, found {field.type}")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {**super().config(), "kind": self.kind_name, "last": self.last, "name": self.name(0)}
 
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
@@ -199,7 +201,7 @@ class DraftTarget(TokenTarget):
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+    def restore(self, states: Sequence[dict[str, object]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
         for number, final, path in list(self._example_files()):
             if number < self.n and not final:
@@ -210,11 +212,11 @@ class DraftTarget(TokenTarget):
             if number >= len(lengths) or not final:
                 path.unlink()
 
-    def _value(self, tokens: int, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _value(self, tokens: int, values: Mapping[str, object]) -> dict[str, object]:
         """The object that a file contains."""
         assert self.dtype is not None
         states, width = name_of(self.dtype), self.spec.d_model
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, object] = {}
         for key, content, first in self.kind.tensors:
             if content == AUX and not self.aux:
                 tensors[key] = NewTensor("F32", (0,))
@@ -271,7 +273,7 @@ class DraftTarget(TokenTarget):
             self.put([buffer], files, pieces)
         self._new += finals
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return [_working(path) for path in self._new], {}
 
     def committed(self) -> None:

@@ -44,7 +44,7 @@ Room = Literal[
 """Methods of :class:`Format` that ``rooms`` can implement."""
 
 
-def names_layers(layout: Any) -> bool:
+def names_layers(layout: object) -> bool:
     """Whether a ``layout=`` argument only names layers, for formats whose files do not record them."""
     return isinstance(layout, Mapping) and set(layout) == {"layers"}
 
@@ -128,7 +128,7 @@ class Format:
     names_layers: ClassVar[bool] = False
     """Whether :meth:`open` uses names of layers, ``Options.layout`` of ``{"layers": [...]}``, because files do not record them."""
 
-    def takes(self, layout: Any) -> bool:
+    def takes(self, layout: object) -> bool:
         """Whether :meth:`open` uses a ``layout=`` argument: names of layers, or a description of files."""
         return self.names_layers if names_layers(layout) else self.takes_layout
 

@@ -26,7 +26,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,7 +136,7 @@ class KeptIndex:
         name = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).hexdigest()[:40]
         self.path = None if parent is None else parent / f"{name}.idx"
 
-    def load(self) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
+    def load(self) -> tuple[dict[str, object], list[NDArray[np.generic]]] | None:
         """Returns the header and the arrays; None if no index is stored, or if it is stale or damaged."""
         if self.path is None:
             return None
@@ -153,7 +152,7 @@ class KeptIndex:
             return None
         return parsed(data, self.listing.state)
 
-    def save(self, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> None:
+    def save(self, header: Mapping[str, object], arrays: Sequence[NDArray[np.generic]]) -> None:
         """Stores an index, if no file changed recently. A failure to write is only logged."""
         if self.path is None or not self.listing.is_settled:
             return
@@ -198,7 +197,7 @@ def clear() -> None:
             Path(entry.path).unlink(missing_ok=True)
 
 
-def packed(state: str, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]) -> bytes:
+def packed(state: str, header: Mapping[str, object], arrays: Sequence[NDArray[np.generic]]) -> bytes:
     """The bytes of an index."""
     descriptors = [[array.dtype.newbyteorder("<").str, array.size] for array in arrays]
     text = json.dumps({"state": state, "header": dict(header), "arrays": descriptors}).encode()
@@ -211,7 +210,7 @@ def packed(state: str, header: Mapping[str, Any], arrays: Sequence[NDArray[Any]]
     return _MAGIC + hashlib.sha256(body).digest() + body
 
 
-def parsed(data: bytes, state: str) -> tuple[dict[str, Any], list[NDArray[Any]]] | None:
+def parsed(data: bytes, state: str) -> tuple[dict[str, object], list[NDArray[np.generic]]] | None:
     """The header and arrays of an index; None if it is damaged or its state differs."""
     if data[:8] != _MAGIC or len(data) < 48 or hashlib.sha256(memoryview(data)[40:]).digest() != data[8:40]:
         return None
@@ -222,7 +221,7 @@ def parsed(data: bytes, state: str) -> tuple[dict[str, Any], list[NDArray[Any]]]
         return None
     if not isinstance(value, dict) or value.get("state") != state or not isinstance(value.get("header"), dict):
         return None
-    arrays: list[NDArray[Any]] = []
+    arrays: list[NDArray[np.generic]] = []
     descriptors = value.get("arrays")
     for descriptor in descriptors if isinstance(descriptors, list) else ():
         if (

@@ -19,6 +19,8 @@ from actshard.request import RECORD, Request
 from actshard.work import files_below, make_folder, record_files, rename
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from actshard.formats.contents import Contents
 
 
@@ -192,7 +194,7 @@ class Merger(ABC):
         """Whether a merged dataset still consists of several datasets."""
         return False
 
-    def kind(self, contents: Contents) -> dict[str, Any]:
+    def kind(self, contents: Contents) -> Mapping[str, object]:
         """Properties that parts must share, besides layers, width, dtype and model: values by name."""
         return {}
 
@@ -237,11 +239,11 @@ class Merger(ABC):
         return self.finish(plan)
 
 
-def check_column_types(plan: Merge, tables: Sequence[Any]) -> None:
+def check_column_types(plan: Merge, tables: Sequence[pa.Table]) -> None:
     """Raises FormatError if no type can store a column's values of all parts unchanged: they would become strings."""
     import pyarrow as pa
 
-    types_by_name: dict[str, tuple[Any, Path]] = {}
+    types_by_name: dict[str, tuple[pa.DataType, Path]] = {}
     for path, table in zip(plan.parts, tables, strict=True):
         for column in table.schema:
             if column.type == pa.null():

@@ -180,7 +180,9 @@ def check_lists(schema: pa.Schema, names: Sequence[str], format: str) -> None:
             raise ArgumentError(f"columns: {field.name!r}: expected lists of integers, one per token, found {kind}")
 
 
-def values_of(column: Any, name: str, first: int, dtype: DTypeLike) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def values_of(
+    column: pa.Array | pa.ChunkedArray, name: str, first: int, dtype: DTypeLike
+) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
     """Returns the values of a per-token column as a flat array, and the number of values of each example.
 
     Args:

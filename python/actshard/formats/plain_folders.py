@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from actshard._json import Fields, read_json
 from actshard.errors import boundary
@@ -42,7 +41,7 @@ def plain_evidence(path: Location, format: str) -> Evidence:
 def plain_contents(path: Location, options: Options, format: str) -> Contents:
     """The contents of the described folder, with its metadata."""
     contents = registry.get(registry.described()).open(path, options)
-    fields: dict[str, Any] = {}
+    fields: dict[str, object] = {}
     if (path / METADATA).kind() == "file":
         fields = Fields(read_json(path / METADATA), path / METADATA).value
     model = fields.get("model")
@@ -70,6 +69,6 @@ class PlainCarrying(Carrying):
     """Keeps all columns and metadata: the format adds none."""
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
         return dict(metadata), {}

@@ -12,7 +12,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,7 +82,7 @@ class PlainTarget(Target):
     # -- of a kind of files ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def header(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    def header(self, key: str, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
         """The bytes before an array. Their number must not depend on the shape."""
 
     @property
@@ -133,7 +133,7 @@ class PlainTarget(Target):
         """The files, by layer."""
         return [self._path(k) for k in range(len(self.spec.layers))]
 
-    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+    def restore(self, states: Sequence[dict[str, object]], lengths: NDArray[np.int64]) -> None:
         self.n, self._rows = len(lengths), int(lengths[:, 0].sum())
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
@@ -161,7 +161,7 @@ class PlainTarget(Target):
         self.n += len(block)
         self._rows += int(tokens.sum())
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return sorted(self._dirty), {}
 
     def committed(self) -> None:

@@ -75,7 +75,7 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     checked: dict[str, int] = field(default_factory=dict)
     """Numbers of files, examples, rows and bytes that were checked."""
-    layout: Any = field(default=None, repr=False, compare=False)
+    layout: object = field(default=None, repr=False, compare=False)
     """The ``layout=`` argument, for formats that use one."""
     faults: Collected = field(init=False, repr=False, compare=False)
     """Faults that the format's parser finds. Opening the dataset raises the first of them."""
@@ -149,7 +149,9 @@ class Report:
             )
         return report
 
-    def add(self, code: str, path: Path | Location, found: Any, expected: str = "", place: str | None = None) -> None:
+    def add(
+        self, code: str, path: Path | Location, found: object, expected: str = "", place: str | None = None
+    ) -> None:
         """Adds a finding, unless it is already present."""
         path = place_of(path)
         definition = findings().get(code)

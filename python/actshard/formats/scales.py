@@ -79,7 +79,7 @@ class ScaleLoss:
 class Scaling:
     """The codes and scales of a dataset to write."""
 
-    def __init__(self, dtype: np.dtype[Any], scales: str) -> None:
+    def __init__(self, dtype: np.dtype[np.generic], scales: str) -> None:
         self.dtype = dtype
         self.name = name_of(dtype)
         self.scales = scales
@@ -88,7 +88,7 @@ class Scaling:
         """The error of all rows written."""
 
     @classmethod
-    def asked(cls, dtype: np.dtype[Any] | None, scales: Any, format: str) -> Scaling | None:
+    def asked(cls, dtype: np.dtype[np.generic] | None, scales: object, format: str) -> Scaling | None:
         """The scaling for the arguments ``dtype=`` and ``scales=``; None if rows are stored unscaled.
 
         Raises:
@@ -117,7 +117,7 @@ class Scaling:
         return first, second, third
 
     def fill(
-        self, states: NDArray[Any], codes: NDArray[np.uint8], scales: NDArray[np.float32], example: int
+        self, states: NDArray[np.generic], codes: NDArray[np.uint8], scales: NDArray[np.float32], example: int
     ) -> ScaleLoss:
         """Fills the codes and scales of an example, and returns their error.
 
@@ -144,14 +144,14 @@ class Scaling:
             )
         return ScaleLoss(most, worst, errors, squares, saturated, vanished, nan)
 
-    def again(self, states: NDArray[Any], example: int) -> NDArray[Any]:
+    def again(self, states: NDArray[np.generic], example: int) -> NDArray[np.generic]:
         """The states as a reader returns them, bfloat16 ``(tokens, layers, width)``."""
         codes, scales = np.empty(states.size, np.uint8), np.empty(self.shape(*states.shape), np.float32)
         self.fill(states, codes, scales, example)
         with np.errstate(invalid="ignore"):
-            values: NDArray[Any] = codes.view(self.dtype).reshape(states.shape).astype(states.dtype) * scales.astype(
+            values: NDArray[np.generic] = codes.view(self.dtype).reshape(states.shape).astype(
                 states.dtype
-            )
+            ) * scales.astype(states.dtype)
         return values
 
     def as_dict(self) -> dict[str, Any]:

@@ -210,7 +210,7 @@ def leaves(
 # -- values --------------------------------------------------------------------------------------------------------
 
 
-def cast_exactly(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> Any:
+def cast_exactly(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> pa.Array | pa.ChunkedArray:
     """Casts a column. A column that has the type is returned unchanged: pyarrow 26 returns invalid arrays for lists of nulls.
 
     Raises:
@@ -237,7 +237,7 @@ def cast_exactly(column: pa.Array | pa.ChunkedArray, kind: pa.DataType) -> Any:
     return cast_column
 
 
-def _loses(column: Any, cast_column: Any) -> bool:
+def _loses(column: pa.Array | pa.ChunkedArray, cast_column: pa.Array | pa.ChunkedArray) -> bool:
     """Whether a cast to a narrower type changed floats, also inside lists and dicts."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -309,7 +309,7 @@ def concatenated(tables: Sequence[pa.Table]) -> tuple[pa.Table, list[str]]:
     return pa.Table.from_arrays(columns, schema=pa.schema(fields)), mixed
 
 
-def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, Any], int]]) -> pa.Table:
+def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, object], int]]) -> pa.Table:
     """Concatenates the columns of parts to one table: first ``names``, then all others.
 
     Args:
@@ -334,7 +334,7 @@ def picked(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
     return pa.concat_tables([table.slice(number, 1) for number in numbers.tolist()] or [table.slice(0, 0)])
 
 
-def _arrow(values: Any, n: int) -> pa.Array:
+def _arrow(values: pa.Array | NDArray[np.generic], n: int) -> pa.Array:
     """Converts a column to pyarrow: integers beyond 64 bits become decimals, values of mixed types JSON strings."""
     import pyarrow as pa
 
@@ -356,7 +356,7 @@ def _arrow(values: Any, n: int) -> pa.Array:
         return pa.array([_as_json(v) for v in values], pa.string())
 
 
-def _as_json(value: Any) -> str | None:
+def _as_json(value: object) -> str | None:
     if value is None:
         return None
     text = value if isinstance(value, str) else json.dumps(value, default=str)
@@ -378,7 +378,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def as_text(column: Any) -> Any:
+def as_text(column: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     """Converts a column to strings, with numbers formatted as in Python: 0.0, not 0."""
     import pyarrow as pa
 

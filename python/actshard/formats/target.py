@@ -46,7 +46,7 @@ class Spec:
     path: Path
     layers: tuple[Layer, ...]
     d_model: int
-    dtype: np.dtype[Any] | None
+    dtype: np.dtype[np.generic] | None
     """None: the dtype of the first appended rows."""
     metadata: dict[str, Any]
     num_examples: int | None
@@ -214,7 +214,7 @@ class Target(ABC):
                     f"metadata: {self.format} has no field {unknown_fields[0]!r}, and its original reader rejects unknown fields; "
                     f"expected one of {', '.join(self.metadata_keys)}"
                 )
-        self.dtype: np.dtype[Any] | None = spec.dtype
+        self.dtype: np.dtype[np.generic] | None = spec.dtype
         if spec.dtype is not None:
             self.check_dtype(spec.dtype)
         self.root = spec.path
@@ -229,8 +229,12 @@ class Target(ABC):
 
     @classmethod
     def conversion_options(
-        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
-    ) -> dict[str, Any]:
+        cls,
+        source_options: Mapping[str, object],
+        user_options: Mapping[str, object],
+        tokens: str,
+        pooled: Callable[[], bool],
+    ) -> dict[str, object]:
         """Options of a conversion to this format.
 
         Args:
@@ -252,17 +256,17 @@ class Target(ABC):
         return {name: name for name in self.spec.layers}
 
     @property
-    def reading_layout(self) -> dict[str, Any] | None:
+    def reading_layout(self) -> dict[str, object] | None:
         """The ``layout=`` that opens the dataset with the names of :attr:`reading`, if its files do not record layer names."""
         return None
 
     # -- checks, before anything is written -------------------------------------------------------------------
 
     @abstractmethod
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         """Raises DtypeError for an unsupported dtype."""
 
-    def take_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def take_dtype(self, dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
         """Returns the dtype to store. Without a given dtype, the first rows determine it."""
         if self.dtype is None:
             self.check_dtype(dtype)
@@ -329,11 +333,11 @@ class Target(ABC):
         """
         return []
 
-    def as_read(self, block: Block) -> NDArray[Any]:
+    def as_read(self, block: Block) -> NDArray[np.generic]:
         """The rows of a block as the finished dataset returns them. They differ if the format stores approximations."""
         return block.memory
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Settings that must match when a writer resumes. None: not determined yet."""
         return {
             "format": self.format,
@@ -371,7 +375,7 @@ class Target(ABC):
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+    def restore(self, states: Sequence[dict[str, object]], lengths: NDArray[np.int64]) -> None:
         """Resumes after commits with these states. ``lengths`` are those of the committed examples."""
 
     def forget(self, lengths: NDArray[np.int64]) -> None:  # noqa: B027 -- some formats write whole files only
@@ -382,7 +386,7 @@ class Target(ABC):
         """Writes a block of examples to files."""
 
     @abstractmethod
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         """Returns files to sync before written examples count as committed, and the state to record in the journal."""
 
     def committed(self) -> None:  # noqa: B027 -- some formats rename files only at the end
@@ -435,7 +439,7 @@ class Target(ABC):
 
     def states_at(
         self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         """States with which :meth:`begin_at` begins at each of ``firsts``, as JSON values.
 
         Args:
@@ -445,7 +449,7 @@ class Target(ABC):
         """
         return [{} for _ in firsts]
 
-    def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
+    def begin_at(self, first: int, state: Mapping[str, object]) -> None:
         """Prepares to write examples from ``first``; other tasks write earlier ones. ``state`` is from :meth:`states_at`."""
         self.n = first
 
@@ -525,7 +529,7 @@ class Apart:
         return sorted(fragments)
 
 
-def positive(options: Mapping[str, Any], name: str, default: int | None) -> int | None:
+def positive(options: Mapping[str, object], name: str, default: int | None) -> int | None:
     """Returns an option that must be a positive integer; None if absent without a default."""
     value = options.get(name, default)
     if value is None:
@@ -554,7 +558,7 @@ def environment_time() -> int | None:
     return int(text) if text.isdecimal() else None
 
 
-def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
+def flag(options: Mapping[str, object], name: str, default: bool) -> bool:
     """Returns a boolean option."""
     value = options.get(name, default)
     if not isinstance(value, bool):
@@ -562,7 +566,7 @@ def flag(options: Mapping[str, Any], name: str, default: bool) -> bool:
     return value
 
 
-def only(dtype: np.dtype[Any], names: Sequence[str], format: str, why: str) -> None:
+def only(dtype: np.dtype[np.generic], names: Sequence[str], format: str, why: str) -> None:
     """Raises DtypeError unless the format supports this dtype."""
     name = name_of(dtype)
     if name not in names:
@@ -584,7 +588,7 @@ def only(dtype: np.dtype[Any], names: Sequence[str], format: str, why: str) -> N
         )
 
 
-def values_of(name: str, column: Any, first: int) -> list[Any]:
+def values_of(name: str, column: pa.Array | pa.ChunkedArray, first: int) -> list[object]:
     """Returns a column as a list of Python values.
 
     Raises:
@@ -593,7 +597,7 @@ def values_of(name: str, column: Any, first: int) -> list[Any]:
     import pyarrow as pa
 
     try:
-        values: list[Any] = column.to_pylist()
+        values: list[object] = column.to_pylist()
     except (pa.ArrowException, ValueError, OverflowError, ImportError) as error:
         raise ArgumentError(
             f"columns: {name!r}, from example {first}: {column.type} values out of Python's range: {error}"
@@ -612,7 +616,7 @@ def check_times(table: pa.Table, first: int) -> None:
             )
 
 
-def _is_finer(value: Any) -> bool:
+def _is_finer(value: object) -> bool:
     """Whether a value has nanoseconds. pyarrow returns such values as pandas objects, if pandas is installed."""
     if isinstance(value, list | dict):
         return any(map(_is_finer, value.values() if isinstance(value, dict) else value))
@@ -636,7 +640,7 @@ def check_utf8(table: pa.Table, first: int) -> None:
                     )
 
 
-def _has_other_bytes(value: Any) -> bool:
+def _has_other_bytes(value: object) -> bool:
     if isinstance(value, bytes):
         return value.decode("utf-8", "ignore").encode() != value
     if isinstance(value, list | tuple | dict):
@@ -648,7 +652,7 @@ def _has(kind: pa.DataType, is_kind: Callable[[pa.DataType], bool]) -> bool:
     return is_kind(kind) or any(_has(kind.field(i).type, is_kind) for i in range(kind.num_fields))
 
 
-def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> NDArray[Any]:
+def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> NDArray[np.generic]:
     """Returns a column of fixed-size lists as ``(n, k)``, a column of numbers as ``(n,)``."""
     import pyarrow as pa
 
@@ -657,13 +661,13 @@ def array_of(column: pa.ChunkedArray | pa.Array, dtype: str | None = None) -> ND
         flat = pa.concat_arrays(flat.chunks)
     if pa.types.is_fixed_size_list(flat.type):
         width = flat.type.list_size
-        array: NDArray[Any] = flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), width)
+        array: NDArray[np.generic] = flat.flatten().to_numpy(zero_copy_only=False).reshape(len(flat), width)
     else:
         array = flat.to_numpy(zero_copy_only=False)
     return array.view(NUMPY_BY_NAME[dtype]) if dtype is not None else array
 
 
-def arrays_in(table: pa.Table, name: str) -> NDArray[Any]:
+def arrays_in(table: pa.Table, name: str) -> NDArray[np.generic]:
     """Returns a column from :func:`list_column` as ``(n, k)`` in its original dtype."""
     dtype = (table.schema.field(name).metadata or {}).get(b"dtype")
     column = table[name]
@@ -674,7 +678,7 @@ def arrays_in(table: pa.Table, name: str) -> NDArray[Any]:
     return array_of(column, None if dtype is None else dtype.decode())
 
 
-def list_column(name: str, values: NDArray[Any]) -> tuple[pa.Field, pa.Array]:
+def list_column(name: str, values: NDArray[np.generic]) -> tuple[pa.Field, pa.Array]:
     """Returns ``(n, k)`` numbers as a column of fixed-size lists. The field's metadata contain a dtype that Arrow lacks."""
     import pyarrow as pa
 

@@ -11,7 +11,7 @@ A plan is data (:class:`Plan`); a task is a function of the plan and its number;
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actshard.plan.data import Predicted
 from actshard.plan.plan import Plan, Status, load
@@ -54,7 +54,7 @@ _MAKERS = {
 """Functions that make plans, and their modules, which load on first use."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _MAKERS:
         raise AttributeError(f"module 'actshard.plan' has no attribute {name!r}")
     attribute = getattr(importlib.import_module(f"actshard.plan.{_MAKERS[name]}"), name)

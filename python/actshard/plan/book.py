@@ -116,7 +116,7 @@ def host() -> str:
     return name if space == _MACHINE else f"{name[:52]}-{space}"
 
 
-def contents(folder: Path) -> list[Any]:
+def contents(folder: Path) -> list[object]:
     """Number and bytes of the files below a folder, and a digest of their names and sizes. :data:`RESULT` is not counted."""
     sizes: list[tuple[str, int]] = []
     folders = [(str(folder), "")]
@@ -170,7 +170,7 @@ class Book:
             )
         return True
 
-    def begin(self, plan: dict[str, Any], is_over: Callable[[], bool]) -> bool:
+    def begin(self, plan: dict[str, object], is_over: Callable[[], bool]) -> bool:
         """Creates the folder. Returns False without a folder if ``is_over()``. Any number of processes may call it at once.
 
         Other processes may run and commit the plan at the same time: a folder that a commit removed must not be created again.
@@ -232,7 +232,7 @@ class Book:
                 )
         return record
 
-    def check_files(self, records: Sequence[Mapping[str, Any]]) -> None:
+    def check_files(self, records: Sequence[Mapping[str, object]]) -> None:
         """Raises FormatError if files of a finished task were removed, truncated or added since it finished."""
 
         def check(batch: Sequence[Mapping[str, Any]]) -> None:
@@ -281,7 +281,7 @@ class Book:
             if attempt.host == host() and not _is_alive(attempt.pid):
                 remove(attempt.folder)
 
-    def publish(self, task: int, folder: Path, record: dict[str, Any]) -> bool:
+    def publish(self, task: int, folder: Path, record: dict[str, object]) -> bool:
         """Renames an attempt to the task's result. Removes it and returns False if another was first or the plan was committed.
 
         The attempt's files must be synced to the disk; this function syncs the entries of its folders.
@@ -352,7 +352,7 @@ class Book:
         """Unfinished attempts, ordered by task."""
         return self._attempts(lambda task: True)
 
-    def _attempts(self, is_selected: Any) -> list[Attempt]:
+    def _attempts(self, is_selected: Callable[[int], bool]) -> list[Attempt]:
         attempts = []
         now = time.time()
         for name in sorted(_names(self.running)):

@@ -93,7 +93,7 @@ def convert(
     format: str,
     *,
     tasks: int = 64,
-    layers: Layer | Sequence[Layer] | Mapping[Any, Layer] | None = None,
+    layers: Layer | Sequence[Layer] | Mapping[Layer, Layer] | None = None,
     examples: ArrayLike | slice | None = None,
     columns: Iterable[str] | Mapping[str, str] | None = None,
     tokens: _arguments.Kept = "all",
@@ -102,9 +102,9 @@ def convert(
     truncate: bool = False,
     tokens_per_example: int | None = None,
     shard_bytes: int | str | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     src_format: str | None = None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
     overflow: _arguments.Overflow = "refuse",
     **options: Unpack[FormatOptions],
 ) -> Plan:
@@ -239,7 +239,7 @@ def _memory(
     target: Target,
     columns: Columns,
     tasks: Sequence[Mapping[str, Any]],
-    open_arguments: tuple[Any, str | None, Any],
+    open_arguments: tuple[object, str | None, object],
     inputs: Sequence[Input],
 ) -> int:
     """Bytes of memory of a task's process."""
@@ -256,7 +256,7 @@ def _memory(
 
 def _split_tasks(
     request: ConversionRequest, target: Target, layout: Layout, tasks: int
-) -> tuple[list[dict[str, Any]], list[str]]:
+) -> tuple[list[dict[str, object]], list[str]]:
     """Returns the tasks, and notes about them."""
     layers, n = len(request.layers), len(layout.lengths)
     rows = layout.rows(layers) * target.row_bytes
@@ -372,7 +372,7 @@ class Converting(Verb[_OpenedPlan]):
         converting_checks.check_plan(plan, path)
         converting_checks.check_work(plan, path)
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Mapping[str, object]:
         opened_plan, part = self._open(plan), plan.tasks[task]
         request = opened_plan.request
         if "layers" in part:
@@ -420,7 +420,7 @@ class Converting(Verb[_OpenedPlan]):
             **lengths,
         }
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The first examples of the first task; for a plan by layers, a small task."""
         first = plan.tasks[0]
         return super().part(plan, limit) if "layers" in first else shortened(first, "examples", limit)

@@ -64,7 +64,7 @@ class TargetSettings:
     dtype: str | None
     tokens_per_example: Amount | None
     shard_bytes: Count | str | None
-    metadata: Mapping[str, Any] | None
+    metadata: Mapping[str, object] | None
     options: Mapping[str, Any]
     created: Amount | None
 
@@ -96,7 +96,7 @@ class ConvertArguments:
     overflow: Annotated[str, one_of(OVERFLOW)]
     sizes: TargetSettings
     config: dict[str, Any]
-    request: Mapping[str, Any]
+    request: Mapping[str, object]
     losses: tuple[tuple[AnyText, AnyText], ...]
     fillers: tuple[AnyText, ...]
     layout: LayoutValue = None
@@ -145,7 +145,7 @@ class ConvertResult:
     bytes: Amount
     changes: Mapping[str, AnyText]
     digests: DigestTexts
-    tokens: Any = None
+    tokens: object = None
 
 
 def check_plan(plan: Planned, path: Path) -> None:
@@ -183,7 +183,7 @@ def check_work(plan: Planned, path: Path) -> None:
         raise FormatError(f"field 'work': expected {hidden}, found {plan.work}", path=path, code="metadata")
 
 
-def check_config(config: Mapping[str, Any], settings: Mapping[str, Any], work: Path) -> None:
+def check_config(config: Mapping[str, object], settings: Mapping[str, object], work: Path) -> None:
     """Raises FormatError if a plan's target settings lack names, have unknown ones, or values of other types than ``settings``."""
     for name in sorted({*config, *settings}):
         wrong = name not in settings or name not in config
@@ -198,6 +198,6 @@ def check_config(config: Mapping[str, Any], settings: Mapping[str, Any], work: P
             )
 
 
-def check_result(value: Mapping[str, Any], file: Path) -> None:
+def check_result(value: Mapping[str, object], file: Path) -> None:
     """Raises FormatError for an invalid result of a task; ``file`` contains it."""
     read(ConvertResult, value, file, "value")

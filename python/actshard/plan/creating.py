@@ -56,6 +56,9 @@ from actshard.writing.creating import make_target
 from actshard.writing.existing import check_written, complete_at, creation_record
 from actshard.writing.segment import write_memory
 
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
 Computes = Callable[[Writer, range], object]
 """A function that computes activations. It is called with a writer and the numbers of the examples to append."""
 MOST_TASKS = 99_999
@@ -77,7 +80,7 @@ def create(
     num_examples: int,
     tasks: int,
     dtype: DTypeLike | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     tokens_per_example: int | None = None,
     pad: bool = False,
     truncate: bool = False,
@@ -186,7 +189,7 @@ class CreateArguments:
     d_model: Count
     num_examples: Count
     dtype: str | None
-    metadata: Mapping[str, Any] | None
+    metadata: Mapping[str, object] | None
     tokens_per_example: Amount | None
     shard_bytes: int | str | None
     options: Mapping[str, Any]
@@ -387,7 +390,7 @@ def import_function(name: str, what: str) -> Callable[..., Any]:
     """Imports the function with a name ``module:function``, the argument ``what``."""
     module, _, path = name.partition(":")
     try:
-        attribute: Any = importlib.import_module(module)
+        attribute: object = importlib.import_module(module)
         for part in path.split("."):
             attribute = getattr(attribute, part)
     except (ImportError, AttributeError) as error:
@@ -493,7 +496,7 @@ class TaskWriter(Writer):
             if self.complete:  # killed after the part was finished and before the task was recorded as done
                 self._publish()
 
-    def append(self, activations: Any, **arguments: Any) -> None:
+    def append(self, activations: ArrayLike | Sequence[ArrayLike], **arguments: Any) -> None:
         """As :meth:`actshard.Writer.append`."""
         super().append(activations, **arguments)
         now = time.monotonic()
@@ -583,11 +586,11 @@ class Creating(Verb[Opened]):
         if any(first == end for first, end in spans):
             raise FormatError("field 'tasks': expected ranges of examples, none of them empty", path=path)
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """None: the time depends on the model, which is not run here."""
         return None
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Mapping[str, object]:
         """Runs the task's capture."""
         assert isinstance(plan, CreatePlan)
         function: Computes = import_function(str(plan.creation().capture), "capture")

@@ -190,7 +190,7 @@ def fewer(count: int, requested_count: int, why: str) -> list[str]:
     return [f"{many(count, 'task')} instead of {requested_count:,}: {why}"] if count < requested_count else []
 
 
-def identity(verb: str, arguments: Any, inputs: Iterable[Input], tasks: Iterable[Any]) -> str:
+def identity(verb: str, arguments: object, inputs: Iterable[Input], tasks: Iterable[object]) -> str:
     """:attr:`Plan.id` of a plan with these parts."""
     parts = [VERSION, verb, arguments, list(inputs), list(tasks)]
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=json_values)

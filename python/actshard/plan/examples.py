@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -27,7 +27,7 @@ _INLINE = 256
 """Most examples of a task whose lengths are stored in its result."""
 
 
-def write(folder: Path, table: pa.Table) -> dict[str, Any]:
+def write(folder: Path, table: pa.Table) -> dict[str, object]:
     """Stores the examples of a task: returns the values for its result, or writes a file in its folder and returns none."""
     if table.column_names == [TOKENS] and table.num_rows <= _INLINE and not table[TOKENS].null_count:
         return {KEY: table[TOKENS].to_pylist()}
@@ -66,7 +66,7 @@ def read(results: Sequence[Result]) -> list[pa.Table]:
     return tables
 
 
-def _checked(lengths: Any, result: Result) -> list[int]:
+def _checked(lengths: object, result: Result) -> list[int]:
     """Returns the lengths; raises FormatError if they are not those of the task's examples."""
     first, end = result.value["examples"]
     if (

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 
@@ -154,7 +154,7 @@ class MergeArguments:
     different_models: bool
     apart: bool
     place: Annotated[str, Rule("the name of a folder in dst, or .", _is_place)]
-    request: Mapping[str, Any]
+    request: Mapping[str, object]
 
 
 def _device(path: Path) -> int:
@@ -248,7 +248,7 @@ class Merging(Verb[list[Assembled]]):
         spans = [task.files for task in plan.tasks_as(FilesTask, path)]
         check_spans(spans, "files", spans[-1].end if spans else 0, path)
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Mapping[str, object]:
         """Copies the task's files."""
         part = plan.tasks_as(FilesTask)[task]
         copied_bytes = 0

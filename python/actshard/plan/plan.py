@@ -177,7 +177,7 @@ class Plan(Planned):
                 return False
             raise
 
-    def _committed(self, book: Book) -> Any | None:
+    def _committed(self, book: Book) -> object | None:
         """The value of :meth:`Verb.committed`; None also if another process starts the plan at the same time."""
         try:
             with boundary(self.work, "look for the result of a plan next to"):
@@ -291,7 +291,7 @@ class Plan(Planned):
         verb.after(self)
         return outcome
 
-    def _commit(self, verb: Verb[Any], book: Book) -> Any:
+    def _commit(self, verb: Verb[Any], book: Book) -> object:
         results, records = [], []
         lacking = []
         for task in range(len(self)):

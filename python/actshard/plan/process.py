@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from actshard.opening import open_quietly
 from actshard.store import Store
 from actshard.verifying import of_path
 from actshard.writing import create
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 UNKNOWN = 140 << 20
 """Bytes if a process cannot be measured: with pyarrow, 78 MiB of private memory and 40 to 70 MiB of libraries (CPython 3.11)."""
@@ -129,7 +132,7 @@ def readers(inputs: Iterable[Input]) -> list[str]:
     return ["pyarrow.parquet"] if any(input_file.path.endswith(".parquet") for input_file in inputs) else []
 
 
-def _measure(request: dict[str, Any]) -> int | None:
+def _measure(request: dict[str, object]) -> int | None:
     """Peak memory that a separate process reports; None if it fails."""
     try:
         process = subprocess.run(
@@ -174,7 +177,7 @@ def _write(path: Path, format: str) -> bool:
     return True
 
 
-def _open(path: str, format: str | None, layout: Any) -> None:
+def _open(path: str, format: str | None, layout: str | Mapping[str, object] | None) -> None:
     store = open_quietly(path, format, "pread", cache=False, layout=layout)
     if store.layers:
         store.tokens_in(store.layers[0])

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,16 @@ from actshard.plan.data import Planned, fewer
 from actshard.store import Store
 from actshard.work import make_folder, write_json
 
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
+
 NO_LISTING = (
     "path: a web server cannot list its files, so a plan cannot detect changes; copy them with actshard.stage, or use a "
     "bucket"
 )
 
 
-def place(path: Any) -> str:
+def place(path: object) -> str:
     """A dataset's absolute path, because tasks may run in other folders; or its URL."""
     if isinstance(path, Store):
         raise ArgumentError(
@@ -51,7 +54,7 @@ def place(path: Any) -> str:
     return str(_arguments.local_path(path))
 
 
-def described(layout: Any, format: str | None) -> Any:
+def described(layout: object, format: str | None) -> Any:
     """A description of files as JSON values. A file is read now: tasks have its text, also if it changes.
 
     ``format``: the format that takes the description; None: the one of this package.
@@ -105,7 +108,7 @@ def kept_at(work: Path) -> Path:
     return work.with_name(f"{work.name}.json")
 
 
-def keep(plan: Planned, value: Any) -> None:
+def keep(plan: Planned, value: object) -> None:
     """Writes the result of a commit, as JSON values, next to the working folder."""
     _refuse_others(kept_at(plan.work))
     make_folder(plan.work.parent)
@@ -144,7 +147,7 @@ def broken(plan: Planned, error: Exception) -> FormatError:
     )
 
 
-def save(file: Path, values: NDArray[Any]) -> None:
+def save(file: Path, values: NDArray[np.generic]) -> None:
     """Writes an array of a task, synced."""
     # Not by numpy, which reports a full disk as a short write without the reason.
     header = io.BytesIO()
@@ -155,14 +158,14 @@ def save(file: Path, values: NDArray[Any]) -> None:
     _native.sync_files([file])
 
 
-def saved(file: Path, dtype: Any, dims: int) -> NDArray[Any]:
+def saved(file: Path, dtype: DTypeLike, dims: int) -> NDArray[np.generic]:
     """Reads an array that :func:`save` wrote.
 
     Raises:
         FormatError: its dtype or number of dimensions differs, or the file is truncated.
     """
     try:
-        array: NDArray[Any] = np.load(file, allow_pickle=False)
+        array: NDArray[np.generic] = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise from_reader(error, file, "read", f"expected an array of a task: {error}") from error
     if array.dtype != dtype or array.ndim != dims:

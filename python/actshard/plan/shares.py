@@ -17,9 +17,12 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actshard.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 _LAUNCHERS = (
     ("RANK", ("WORLD_SIZE",)),
@@ -88,7 +91,7 @@ def _array() -> tuple[int, int] | None:
 
 
 def _ray() -> tuple[int, int] | None:
-    train: Any = sys.modules.get("ray.train")
+    train: ModuleType | None = sys.modules.get("ray.train")
     if train is None:
         return None
     try:

@@ -186,7 +186,7 @@ class Staging(Verb[tuple[Planned, Converting]]):
         else:
             converting_checks.check_plan(self.opened(plan)[0], path)  # without check_work: its folder is this plan's
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Any:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> object:
         """Copies the task's files, or converts its part of the layers."""
         arguments = plan.arguments_as(StageArguments)
         source = arguments.location()

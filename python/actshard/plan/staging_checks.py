@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from actshard import formats
 from actshard._schema import OMITTED, Amount, MismatchError, Rule, is_file_name, is_file_text
@@ -82,7 +82,7 @@ class StageArguments:
     files: Annotated[
         tuple[StagedFile, ...], Rule("different names of files, none of which is a folder of others", _are_apart)
     ]
-    convert: Mapping[str, Any] | None = field(default=None, metadata=OMITTED)
+    convert: Mapping[str, object] | None = field(default=None, metadata=OMITTED)
 
     def __post_init__(self) -> None:
         if self.revision is not None and (not self.is_hub or len(self.source.split("/")) < 5):

@@ -15,7 +15,7 @@ import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -67,6 +67,9 @@ from actshard.stream.selection import Mask, Selection, Tokens
 from actshard.stream.supervised import ColumnTokens
 from actshard.work import write_json
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
 SUMS, SUMMARIES = "sums.npy", "summaries.json"
 
 
@@ -81,7 +84,7 @@ def stats(
     max_norm: Limit = None,
     min_token: int = 0,
     format: str | None = None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
     save: bool = False,
     work: str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -167,7 +170,7 @@ def _check_selection(selection: Selection) -> Selection:
     return selection
 
 
-def _split_tasks(weights: Any, tasks: int) -> list[StatsTask]:
+def _split_tasks(weights: NDArray[np.int64], tasks: int) -> list[StatsTask]:
     if not len(weights):
         return [StatsTask(Span(0, 0), 0)]
     firsts = balanced(weights, np.arange(len(weights)), tasks)
@@ -265,7 +268,7 @@ class Summing(Verb[Store]):
         save(folder / SUMS, np.concatenate(arrays) if arrays else np.empty((0, store.d_model), SUMMED))
         return StatsResult(part.leaves, tuple(layers), part.bytes, total)
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The first leaves of the first task."""
         return shortened(plan.tasks[0], "leaves", limit) if plan.tasks else None
 

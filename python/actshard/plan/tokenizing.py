@@ -76,10 +76,10 @@ _PIECE = 1 << 20
 
 
 def tokenize(
-    sources: str | os.PathLike[str] | Iterable[Any],
+    sources: str | os.PathLike[str] | Iterable[object],
     out: str | os.PathLike[str],
     tokenizer: Any = None,
-    format: FormatBase | Mapping[str, Any] | str | None = None,
+    format: FormatBase | Mapping[str, object] | str | None = None,
     *,
     tasks: int = 64,
     layout: str = CONSOLIDATED,
@@ -197,7 +197,7 @@ def _make_plan(
 
 
 def _predict(
-    recipe: Recipe, tokenizer: Tokenizer | None, now: list[Any] | None, tasks: Sequence[TokenizeTask]
+    recipe: Recipe, tokenizer: Tokenizer | None, now: list[object] | None, tasks: Sequence[TokenizeTask]
 ) -> Predicted:
     """Predicts size, memory and disk space. Numbers of rows and tokens are estimated from a sample of the records."""
     largest = max(task.bytes for task in tasks)
@@ -228,7 +228,7 @@ def _predict(
     )
 
 
-def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -> list[Any] | None:
+def _now(process: Processor, form: formats.RowFormat, inputs: Sequence[Input]) -> list[object] | None:
     """The time for chat templates. If only records' own templates may use it, it is the time of the newest source."""
     if process.tells_time:
         return local_now()
@@ -273,7 +273,7 @@ class _Travelling:
     path: Path | None
 
     @classmethod
-    def of(cls, tokenizer: Any, type: str) -> _Travelling:
+    def of(cls, tokenizer: object, type: str) -> _Travelling:
         if tokenizer is None:
             raise ArgumentError(f"format {type} needs a tokenizer")
         by_path = isinstance(tokenizer, str | os.PathLike) and tokenizer != PASSTHROUGH
@@ -372,7 +372,7 @@ class Tokenizing(Verb[Recipe]):
             tuple(_piece_counts(piece_counts, recipe) for piece_counts in counts),
         )
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The beginning of a range of lines, or a small task. Tokenizing is slow, so a quarter of the limit is enough."""
         limit //= 4
         for task in plan.tasks:
@@ -452,7 +452,7 @@ def _shard(
     recipe: Recipe,
     process: Processor,
     folder: Path,
-    now: tuple[Any, ...] | None,
+    now: tuple[object, ...] | None,
     tell: Callable[[Counts], object],
 ) -> Counts:
     make_folder(folder / SHARDS)

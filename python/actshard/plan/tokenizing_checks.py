@@ -79,7 +79,7 @@ class TokenizeArguments:
     storage: Annotated[str, one_of(STORAGES)]
     keep_shards: bool
     fields: _Dtypes
-    metadata: Mapping[str, Any]
+    metadata: Mapping[str, object]
     tells_time: bool
     now: _Time | None
 

@@ -48,7 +48,7 @@ class Result:
         remedy = f"remove the folder of task {self.task}, and run it again"
         return FormatError(f"task {self.task}: {text}; {remedy}", path=path or self.folder)
 
-    def wrong(self, where: str, expected: str, found: Any) -> FormatError:
+    def wrong(self, where: str, expected: str, found: object) -> FormatError:
         """The error for a value ``where`` that the task cannot have written."""
         shown = f"{found:,}" if type(found) is int else show(found)
         return self.error(f"{where}: expected {expected}, found {shown}")
@@ -77,7 +77,7 @@ class Verb(ABC, Generic[Opened]):
         return self._opened[1]
 
     @abstractmethod
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> Any:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> object:
         """Runs one task and returns its result: a dataclass, or JSON values, which must not depend on the machine or the time.
 
         Args:
@@ -98,7 +98,7 @@ class Verb(ABC, Generic[Opened]):
         """Raises FormatError if the tasks' results leave gaps or overlap. Called before a commit starts."""
 
     @abstractmethod
-    def commit(self, plan: Planned, results: Sequence[Result]) -> Any:
+    def commit(self, plan: Planned, results: Sequence[Result]) -> object:
         """Combines the results of all tasks; returns the value of the function of this name (a Conversion, a Report, ...).
 
         Files are renamed; the metadata that makes them a dataset is written last. A killed commit is repeated, so each step must
@@ -124,7 +124,7 @@ class Verb(ABC, Generic[Opened]):
         return int(result.get("bytes", 0)), int(result.get("units", 0))
 
 
-def shortened(task: Mapping[str, Any], name: str, limit: int) -> dict[str, Any] | None:
+def shortened(task: Mapping[str, Any], name: str, limit: int) -> dict[str, object] | None:
     """A task whose range ``task[name] = [first, end]`` is cut to about ``limit`` bytes; None if one element is larger."""
     first, end = task[name]
     size = int(task["bytes"])

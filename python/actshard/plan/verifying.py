@@ -75,7 +75,7 @@ def verify(
     tasks: int = 64,
     deep: bool = True,
     format: str | None = None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: str | Mapping[str, object] | None | None = None,
     work: str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Plans the check of a dataset. For any number of tasks, the report equals that of :func:`actshard.verify`.
@@ -119,7 +119,7 @@ def verify(
 
 def _predict(
     store: Store | None,
-    open_arguments: tuple[Any, ...],
+    open_arguments: tuple[object, ...],
     spans: Sequence[Span],
     wide: Sequence[int],
     inputs: Sequence[Input],
@@ -173,7 +173,9 @@ def _of_records(store: Store, inputs: Sequence[Input]) -> int:
     return sum(summed) * len(row_files) // max(len(sizes), 1)
 
 
-def _opened(where: str, format: str | None, layout: Any) -> tuple[Store, Any, list[int]] | None:
+def _opened(
+    where: str, format: str | None, layout: str | Mapping[str, object] | None
+) -> tuple[Store, Any, list[int]] | None:
     """Returns the store, its bytes per example, and its layers with several stored types; None if there are no values to check."""
     try:
         store = _store(where, format, layout)
@@ -190,7 +192,7 @@ def _opened(where: str, format: str | None, layout: Any) -> tuple[Store, Any, li
     return store, weights * (store.d_model * store.dtype.itemsize), wide
 
 
-def _store(where: str, format: str | None, layout: Any) -> Store:
+def _store(where: str, format: str | None, layout: str | Mapping[str, object] | None) -> Store:
     """The store that :func:`actshard.verify` reads."""
     root = existing_anywhere(where, None, None)
     if format is None:
@@ -263,7 +265,7 @@ class Verifying(Verb[Store]):
 
     undivided = "the plan only checks files, which is not measured"
 
-    def part(self, plan: Planned, limit: int) -> Mapping[str, Any] | None:
+    def part(self, plan: Planned, limit: int) -> Mapping[str, object] | None:
         """The first examples of the last task. The check of the files is not measured."""
         return (
             None
@@ -294,7 +296,7 @@ class Verifying(Verb[Store]):
     def _add_values(self, plan: Planned, results: Sequence[Result], report: Report) -> None:
         """Combines the scans task by task, so that only one task's columns are in memory in addition to the combined ones."""
         store = self.opened(plan)
-        scans: list[dict[str, Any] | None] = [None] * len(store.layers)
+        scans: list[dict[str, object] | None] = [None] * len(store.layers)
         errors: dict[int, ActshardError] = {}
         every, filled = np.zeros(store.num_examples, np.uint64), 0
         for result in results:

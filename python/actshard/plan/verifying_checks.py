@@ -233,5 +233,5 @@ class _LayerChecks:
         if any(a >= b for a, b in itertools.pairwise(value.places)):
             raise self._wrong(result, name, "ascending places", value.places)
 
-    def _wrong(self, result: Result, where: str, expected: str, found: Any) -> FormatError:
+    def _wrong(self, result: Result, where: str, expected: str, found: object) -> FormatError:
         return result.wrong(f"layer {plain(self.layer)}: {where}", expected, found)

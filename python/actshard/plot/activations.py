@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,12 @@ from actshard.store import Store
 from actshard.stream.selection import CONTENT, Selection
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import pyarrow as pa
+    from matplotlib.axes import Axes
+
+    from actshard.stream.selection import Tokens
 
 Measured = Mapping[Layer, Stats]
 _TICKS = 24
@@ -77,7 +82,7 @@ def kept_of(store: Store, names: Sequence[Layer], selection: Selection) -> dict[
     return {name: stats for name, stats in stats_by_layer.items() if stats is not None}
 
 
-def known(store: Store, layers: Any, stats: Measured | None, tokens: Any) -> Measured:
+def known(store: Store, layers: Layer | Sequence[Layer] | None, stats: Measured | None, tokens: Tokens) -> Measured:
     """The given statistics, or if there are none those of some layers."""
     return measured(store, layers, selection=Selection(tokens)) if stats is None else stats
 
@@ -91,7 +96,7 @@ def table_of(**columns: Any) -> pa.Table:
     return pa.table(columns)
 
 
-def name_layers(ax: Any, names: Sequence[Layer], *, horizontal: bool = True) -> None:
+def name_layers(ax: Axes, names: Sequence[Layer], *, horizontal: bool = True) -> None:
     """Names the layers at positions 0, 1, ... of an axis, some of them if they are many."""
     step = -(-len(names) // _TICKS)
     ticks = list(range(0, len(names), step))
@@ -108,7 +113,7 @@ def name_layers(ax: Any, names: Sequence[Layer], *, horizontal: bool = True) -> 
         ax.set_ylabel(what)
 
 
-def scaled(ax: Any, values: NDArray[np.float64]) -> None:
+def scaled(ax: Axes, values: NDArray[np.float64]) -> None:
     """Gives the y axis a logarithmic scale if the values differ by a large factor; otherwise it begins at 0."""
     finite = values[np.isfinite(values)]
     finite = finite[finite > 0]
@@ -123,8 +128,8 @@ def gamma(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Gamma of each layer: ``|mean| / |std|``. Above 1 the mean row is longer than the spread of rows around it.
@@ -163,8 +168,8 @@ def ranges(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Smallest, largest and typical values of each layer: the extremes of all columns, and the mean deviation of a column.
@@ -202,7 +207,7 @@ def ranges(
         return ax
 
 
-def _decades(ax: Any, linear: float, most: float) -> None:
+def _decades(ax: Axes, linear: float, most: float) -> None:
     """Gives the y axis a scale that is linear up to a size and logarithmic from there, with marks at powers of ten."""
     low = np.floor(np.log10(max(linear, 1e-12)))
     log(ax, "y", "symlog", linthresh=10**low)
@@ -222,8 +227,8 @@ def dimensions(
     layer: Layer | None = None,
     *,
     stats: Stats | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Mean, deviation and largest absolute value of each dimension of a layer; the largest dimensions are named.
@@ -300,11 +305,11 @@ def shuffle(
     *,
     batch_size: int = 16_384,
     batches: int = 32,
-    order: Any = "window",
+    order: Literal["window", "exact"] | None = "window",
     memory: int | str = "1GiB",
     seed: int = 0,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """How far apart a stream puts rows that are adjacent in storage, compared with a uniformly random order of the same rows.
@@ -330,7 +335,7 @@ def shuffle(
     store = store_of(store)
     name = store.layers[0] if layer is None else layer
     stream = store.stream(name, batch_size, shuffle=order, memory=memory, seed=seed, tokens=tokens)
-    read: list[tuple[Any, Any]] = []
+    read: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
     for batch in stream:
         read.append((batch.examples, batch.tokens))
         if len(read) >= batches:
@@ -344,7 +349,7 @@ def shuffle(
         return table_of(distance=gaps, random=random)
     with style_unless(ax):
         ax = axes(ax)
-        edges = np.geomspace(1, max(n, 2), 41)
+        edges = np.geomspace(1, max(n, 2), 41).tolist()
         ax.hist(np.maximum(gaps, 1), edges, color="C0", alpha=0.85, label=f"stream, shuffle={order!r}")
         ax.hist(np.maximum(random, 1), edges, color="C1", histtype="step", label="uniformly random order")
         log(ax, "x")
@@ -355,7 +360,7 @@ def shuffle(
         return ax
 
 
-def style_unless(ax: Any) -> Any:
+def style_unless(ax: Axes | None) -> AbstractContextManager[None]:
     """actshard's style for a new figure, unless it is active already; no style for the caller's axes."""
     import contextlib
 

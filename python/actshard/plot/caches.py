@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,11 +10,14 @@ from actshard.plot.activations import style_unless, table_of
 from actshard.plot.opened import PlottedCache, look_of
 from actshard.plot.style import axes, below, log
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 _RANKS = 400
 """Most points of the curve of frequencies."""
 
 
-def lengths(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
+def lengths(found: PlottedCache, *, ax: Axes | None = None, table: bool = False) -> Any:
     """Histogram of the lengths of documents, in tokens.
 
     Args:
@@ -49,7 +52,7 @@ def lengths(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
         return ax
 
 
-def frequency(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
+def frequency(found: PlottedCache, *, ax: Axes | None = None, table: bool = False) -> Any:
     """Occurrences of token ids, by rank.
 
     Args:
@@ -77,7 +80,7 @@ def frequency(found: PlottedCache, *, ax: Any = None, table: bool = False) -> An
         return ax
 
 
-def packing(found: PlottedCache, *, ax: Any = None, table: bool = False) -> Any:
+def packing(found: PlottedCache, *, ax: Axes | None = None, table: bool = False) -> Any:
     """Share of positions that hold tokens when documents are packed into examples of common lengths.
 
     Args:

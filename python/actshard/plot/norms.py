@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,11 @@ from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, labels, log, whole
 from actshard.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
 from actshard.store import Store
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from actshard.stream.selection import Tokens
 
 QUANTILES = {"p0.1": 0.001, "p1": 0.01, "p25": 0.25, "median": 0.5, "p75": 0.75, "p99": 0.99, "p99.9": 0.999}
 """Columns of the table of norms, and the fractions of rows below them."""
@@ -40,8 +45,8 @@ def norms(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """L2 norms of the rows of each layer: the mean, the median, and bands with half and with 98 % of the rows.
@@ -99,8 +104,8 @@ def histogram(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Histogram of the L2 norms of rows; of one layer with the median and the 99.9 % quantile.
@@ -200,8 +205,8 @@ def positions(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     stats: Measured | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Mean L2 norm of rows by their token's position in the example, and a band with 90 % of the rows.
@@ -271,7 +276,7 @@ def positions(
         return ax
 
 
-def _some(store: Store, layers: Any, stats: Measured | None, tokens: Any) -> Measured:
+def _some(store: Store, layers: Layer | Sequence[Layer] | None, stats: Measured | None, tokens: Tokens) -> Measured:
     """The statistics of some layers: of all those that are known, or of the first, the middle and the last."""
     if stats is None and layers is None:
         layers = spread(store.layers)

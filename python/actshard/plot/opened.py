@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from actshard.errors import ArgumentTypeError
 from actshard.opening import open
@@ -17,7 +16,7 @@ PlottedCache = CacheLook | TokenCache | str | os.PathLike[str]
 """A token cache to plot."""
 
 
-def store_of(source: Any) -> Store:
+def store_of(source: Plotted) -> Store:
     """Returns the store, or opens the dataset at a path or URL.
 
     Raises:
@@ -36,7 +35,7 @@ def store_of(source: Any) -> Store:
     raise ArgumentTypeError(f"store: expected an open store or a path, found {type(source).__name__}{also}")
 
 
-def look_of(source: Any) -> CacheLook:
+def look_of(source: PlottedCache) -> CacheLook:
     """Returns what was counted in a token cache; counts it if the cache or its path or URL is given.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,6 +17,12 @@ from actshard.sampled.separability import Separability
 from actshard.sampled.similarity import Similarity
 from actshard.sampled.spectrum import Spectrum
 from actshard.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from matplotlib.axes import Axes
+
+    from actshard.stream.selection import Tokens
 
 _LINES = 6
 """Most layers in a plot with a line for each: as many as there are colours."""
@@ -35,8 +41,8 @@ def spectrum(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     spectra: Mapping[Layer, Spectrum] | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Variance that the first principal directions explain together, with the effective rank of each layer.
@@ -93,8 +99,8 @@ def similarity(
     layers: Layer | Sequence[Layer] | None = None,
     *,
     found: Similarity | None = None,
-    tokens: Any = "content",
-    ax: Any = None,
+    tokens: Tokens = "content",
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Debiased linear CKA between layers, as a heat map. Layers without variance are blank.
@@ -153,11 +159,11 @@ def similarity(
         return ax
 
 
-def _similar(layer_similarity: Similarity) -> Any:
+def _similar(layer_similarity: Similarity) -> pa.Table:
     n, m = layer_similarity.cka.shape
     names = [(layer, other_layer) for layer in layer_similarity.layers for other_layer in layer_similarity.other_layers]
     mixed = len({type(x) for pair in names for x in pair}) > 1
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "layer": [str(layer) if mixed else layer for layer, _ in names],
         "other_layer": [str(other_layer) if mixed else other_layer for _, other_layer in names],
         "cka": layer_similarity.cka.reshape(n * m),
@@ -175,7 +181,7 @@ def separability(
     *,
     of: Any = None,
     found: Separability | None = None,
-    ax: Any = None,
+    ax: Axes | None = None,
     table: bool = False,
 ) -> Any:
     """Balanced accuracy of a linear probe on held-out examples, by layer, with its standard error and the accuracy of chance.
@@ -238,7 +244,7 @@ def compared(names: Sequence[Layer], most: int = 32) -> list[Layer]:
     return [names[i * (len(names) - 1) // max(n - 1, 1)] for i in range(n)]
 
 
-def label_of(store: Store) -> Any:
+def label_of(store: Store) -> object:
     """A column of a usual name, or the labels of tokens; None if the dataset has neither."""
     names = store.contents.column_names
     return next((name for name in _LABELS if name in names), store.labels)

@@ -11,11 +11,15 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from actshard.errors import ESCAPES, ArgumentError, ArgumentTypeError, MissingExtraError
 from actshard.layers import Layer, plain
 from actshard.work.files import write_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SERIES = ("#0b5fa5", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490")
 """Blue, orange, green, purple, brown, cyan: distinct for the colour-blind in this order."""
@@ -85,7 +89,7 @@ def style(*, page: bool = False) -> Iterator[None]:
         yield
 
 
-def axes(ax: Any) -> Any:
+def axes(ax: Axes | None) -> Axes:
     """The given axes, or new ones, on a figure of their own.
 
     Raises:
@@ -128,7 +132,7 @@ def _shared(parts: Sequence[Sequence[str]], most: int) -> int:
     return n
 
 
-def below(ax: Any, ncols: int) -> None:
+def below(ax: Axes, ncols: int) -> None:
     """Puts the legend below the axes, in few columns if its texts are long; into the axes if names below them are turned."""
     if any(text.get_rotation() for text in ax.get_xticklabels()):
         ax.legend(loc="best")
@@ -148,7 +152,7 @@ def number(value: float, _: object = None) -> str:
     return f"{value:g}"
 
 
-def log(ax: Any, which: str, scale: str = "log", **options: Any) -> None:
+def log(ax: Axes, which: str, scale: str = "log", **options: object) -> None:
     """Gives the x or y axis a logarithmic scale with plain numbers: matplotlib writes formulas, which are switched off."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -158,7 +162,7 @@ def log(ax: Any, which: str, scale: str = "log", **options: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def whole(ax: Any) -> None:
+def whole(ax: Axes) -> None:
     """Gives the x axis marks at whole numbers; a single one has space on both sides."""
     from matplotlib.ticker import MaxNLocator
 
@@ -179,7 +183,7 @@ def check_name(file: Path, ends: Sequence[str], argument: str) -> None:
         raise ArgumentError(f"{argument}: expected a name that ends with {expected}, found {file.name!r:.80}")
 
 
-def save(ax: Any, file: Path) -> None:
+def save(ax: Axes, file: Path) -> None:
     """Writes the figure of axes as SVG or PNG. The same figure gives the same bytes with the same matplotlib.
 
     Raises:
@@ -190,14 +194,14 @@ def save(ax: Any, file: Path) -> None:
     buffer = io.BytesIO()
     # Without the version and the date.
     none = {"Date": None, "Creator": None} if kind == ".svg" else {"Software": None}
-    ax.figure.savefig(buffer, format=kind[1:], metadata=none)
+    cast("Figure", ax.figure).savefig(buffer, format=kind[1:], metadata=none)
     write_bytes(file, buffer.getvalue())
 
 
 _IDS = re.compile(r'\b(id="|href="#|url\(#)')
 
 
-def inline(ax: Any, name: str, title: str) -> str:
+def inline(ax: Axes, name: str, title: str) -> str:
     """The figure of axes as an ``<svg>`` element of a page, made under ``style(page=True)``.
 
     Args:
@@ -206,7 +210,9 @@ def inline(ax: Any, name: str, title: str) -> str:
         title: text for screen readers, as escaped HTML.
     """
     buffer = io.StringIO()
-    ax.figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+    cast("Figure", ax.figure).savefig(
+        buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+    )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]  # after the XML declaration and the document type, which names a URL
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -50,7 +50,7 @@ class Pushed:
 def push(
     folder: str | os.PathLike[str],
     url: str,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     *,
     verify: bool = True,
     overwrite: bool = False,

@@ -9,7 +9,6 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from actshard._json import parse_json
 from actshard.errors import ActshardError, ArgumentError, boundary
@@ -167,7 +166,7 @@ def _hidden(names: Iterable[str]) -> set[str]:
     return {name for name in names if any(_is_hidden(part) for part in name.split("/") if part not in ("", ".", ".."))}
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _texts(value: object) -> Iterator[str]:
     if isinstance(value, str):
         yield value.strip("/")
     elif isinstance(value, dict):

@@ -36,7 +36,7 @@ def push_to_hub(
     ship: Shipment,
     overwrite: bool,
     private: bool,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     progress: Callable[[int], object],
 ) -> tuple[int, int]:
     """Commits a dataset. Returns the numbers of files and bytes that were sent.
@@ -47,7 +47,7 @@ def push_to_hub(
         FileAccessError: the hub refuses, or cannot be reached.
     """
     try:
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, object
     except ImportError as error:
         raise MissingExtraError.of("uploading to the hub", "hub", root) from error
     assert isinstance(root.storage, Remote)
@@ -58,7 +58,7 @@ def push_to_hub(
         raise ArgumentError("expected hf://datasets/ORG/NAME[@BRANCH][/PATH]", path=root)
     repository, branch = match[1], match[2] or "main"
     lowercase_options = {str(name).lower(): value for name, value in options.items()}
-    api = HfApi(
+    api = object(
         endpoint=lowercase_options.get("endpoint") or lowercase_options.get("endpoint_url"),
         token=lowercase_options.get("token") or lowercase_options.get("hf_token"),
         library_name="actshard",
@@ -88,7 +88,7 @@ def push_to_hub(
         for key, f in mine.items()
         if key not in right and (overwrite or key not in protected_keys or key not in remote_files)
     }
-    operations: list[Any] = [CommitOperationAdd(key, str(file.path)) for key, file in uploads.items()]
+    operations: list[object] = [CommitOperationAdd(key, str(file.path)) for key, file in uploads.items()]
     for (key, file), operation in zip(uploads.items(), operations, strict=True):
         _check_digest(operation, ship.digests[file.name], root.joinpath(key[len(start) :]))
     if ship.card is not None and start + CARD not in remote_files:
@@ -137,7 +137,7 @@ def _parent(api: Any, root: Location, repository: str, branch: str, private: boo
     if missing == "RevisionNotFoundError" or branch != "main":
         raise MissingFileError(
             f"expected a branch named {branch!r}, found none. Create it first "
-            f"(huggingface_hub.HfApi().create_branch({repository!r}, repo_type='dataset', branch={branch!r})), or push to main",
+            f"(huggingface_hub.object().create_branch({repository!r}, repo_type='dataset', branch={branch!r})), or push to main",
             path=root,
         )
     with _explained(root):
@@ -166,7 +166,7 @@ def _is_right(file: LocalFile, digest: str, size: int, oid: str) -> bool:
     return oid == git.hexdigest()
 
 
-def _check_digest(operation: Any, digest: str, location: Location) -> None:
+def _check_digest(operation: object, digest: str, location: Location) -> None:
     """Raises FormatError if a file changed after it was verified."""
     uploaded_digest = getattr(getattr(operation, "upload_info", None), "sha256", None)
     if uploaded_digest is not None and uploaded_digest.hex() != digest:

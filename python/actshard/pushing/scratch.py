@@ -19,7 +19,6 @@ import stat
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from actshard import _arguments
 from actshard.errors import ActshardError, ArgumentError, DiskFullError, ExistsError, UnsupportedError, boundary
@@ -47,7 +46,7 @@ class Scratch:
         folder: the folder of the dataset; the last name of the URL.
     """
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None, parent: Any, what: str) -> None:
+    def __init__(self, url: str, options: Mapping[str, object] | None, parent: object, what: str) -> None:
         self.root, self.options = Location.of_any(url, options), options
         self.url = url
         if not isinstance(self.root.storage, Remote) or not self.root.lists:

@@ -50,12 +50,12 @@ def report(
     min_token: int = 0,
     rows: int | None = None,
     examples: int = 6,
-    tokenizer: Any = None,
+    tokenizer: object | None = None,
     deep: bool = False,
     format: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
     progress: Tell | None = None,
 ) -> Path:
     """Writes a report: a description, findings with advice, plots, layers, texts coloured by norm, verify's findings.
@@ -147,11 +147,11 @@ def written(
     path: str | os.PathLike[str] | Store,
     out: str | os.PathLike[str],
     *,
-    layers: Any,
+    layers: Layer | Sequence[Layer] | None,
     selection: Selection,
     rows: int | None,
     examples: int,
-    tokenizer: Any,
+    tokenizer: object,
     progress: Tell | None,
     **options: Any,
 ) -> WrittenReport:
@@ -183,9 +183,9 @@ def written(
 
 
 def _of_path(
-    path: Any,
+    path: str | os.PathLike[str],
     options: Mapping[str, Any],
-    layers: Any,
+    layers: Layer | Sequence[Layer] | None,
     selected: ReportedRows,
     count: int,
     decode: Tokenizer | None,
@@ -239,7 +239,7 @@ def _template() -> Callable[..., str]:
     return template
 
 
-def _made_at(seconds: float) -> dict[str, Any]:
+def _made_at(seconds: float) -> dict[str, object]:
     """The version, and how long it took, or the date that SOURCE_DATE_EPOCH gives."""
     version = build_info()["version"]
     fixed = environment_time()

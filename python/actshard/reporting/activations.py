@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -37,11 +37,21 @@ from actshard.store import Store
 from actshard.stream.selection import Selection
 from actshard.tokens.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from actshard.formats.format import Tell
+
 ReportedRows = tuple[Selection, int | None]
 """The rows to report on, and how many to sample of each layer; None: all."""
 
 
-def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decode: Tokenizer | None, tell: Any) -> Page:
+def page_of(
+    store: Store,
+    layers: Layer | Sequence[Layer] | None,
+    selected: ReportedRows,
+    count: int,
+    decode: Tokenizer | None,
+    tell: Tell,
+) -> Page:
     """The parts of a report that come from the store."""
     selection, rows = selected
     page = Page(cut(store.path.name or store.path, 80), "activation dataset", list(_facts(store)))
@@ -98,7 +108,12 @@ def page_of(store: Store, layers: Any, selected: ReportedRows, count: int, decod
 
 
 def _readable(
-    page: Page, store: Store, names: Sequence[Layer], selected: ReportedRows, saved_stats: dict[Layer, Stats], tell: Any
+    page: Page,
+    store: Store,
+    names: Sequence[Layer],
+    selected: ReportedRows,
+    saved_stats: dict[Layer, Stats],
+    tell: Tell,
 ) -> dict[Layer, Stats]:
     """The statistics of the layers that can be read. Adds the errors of the others, and saved ones to ``saved_stats``."""
     selection, rows = selected
@@ -275,7 +290,7 @@ def _massive(store: Store, stats_by_layer: Measured, decode: Tokenizer | None) -
         yield "Massive tokens", text, Grid(columns, cells[:MOST_MASSIVE], max(len(cells) - MOST_MASSIVE, 0), (0, 5, 6))
 
 
-def _repeated(page: Page, store: Store, stats_by_layer: Measured, tell: Any) -> Repeated | None:
+def _repeated(page: Page, store: Store, stats_by_layer: Measured, tell: Tell) -> Repeated | None:
     """Adds repeated examples."""
     try:
         repeated = repeated_examples(
@@ -296,7 +311,7 @@ def _repeated(page: Page, store: Store, stats_by_layer: Measured, tell: Any) -> 
 
 
 def _samples(
-    store: Store, stats_by_layer: Measured, count: int, decode: Tokenizer | None, tell: Any
+    store: Store, stats_by_layer: Measured, count: int, decode: Tokenizer | None, tell: Tell
 ) -> tuple[list[ShownExample], str]:
     """Evenly spaced examples in the last of the layers, and a description of the unit of their norms."""
     n = min(count, store.num_examples)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from actshard.tokens.cache import TokenCache
 from actshard.tokens.decoding import decoder_of
 from actshard.tokens.looking import CacheLook, look
 from actshard.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from actshard.formats.format import Tell
 
 _COMMON = 20
 """Commonest tokens in the table."""
@@ -30,7 +33,7 @@ _ENDS = 0.5
 """Share of documents that end with one token, from which on the others are a finding."""
 
 
-def page_of(cache: TokenCache, count: int, tokenizer: Tokenizer | None, tell: Any) -> Page:
+def page_of(cache: TokenCache, count: int, tokenizer: Tokenizer | None, tell: Tell) -> Page:
     """The parts of a report that come from the cache."""
     decode = tokenizer or _recorded(cache)
     page = Page(cut(cache.path.name or cache.path, 80), "token cache", [])

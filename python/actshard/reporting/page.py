@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from actshard._arguments import counted, many
 from actshard.errors import ActshardError, FormatError, MissingFileError, NotAFileError, UnsupportedError
@@ -16,6 +16,9 @@ from actshard.formats.report import Finding, Report
 from actshard.layers import Layer
 from actshard.plot.style import inline, style
 from actshard.stats.advice import Advice, cut
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 MOST_FINDINGS = 40
 MOST_ROWS = 150
@@ -98,7 +101,7 @@ class Page:
     checks: Grid | None = None
     checked: str = ""
 
-    def plot(self, name: str, title: str, draw: Callable[[], Any], caption: str = "") -> None:
+    def plot(self, name: str, title: str, draw: Callable[[], Axes], caption: str = "") -> None:
         """Adds a plot."""
         with style(page=True):
             self.plots.append((inline(draw(), f"p{len(self.plots)}", escape(title)), caption))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,10 @@ from actshard.reporting.page import OF_DATA, Page
 from actshard.store import Store
 from actshard.stream.selection import Selection
 
+if TYPE_CHECKING:
+    from actshard.formats.format import Tell
+    from actshard.layers import Layer
+
 ROWS = 2_048
 """Rows of the sample of a spectrum, and of similarities: seconds for the widest models."""
 EXAMPLES = 1_024
@@ -23,7 +27,7 @@ _NOT = (ArgumentError, DtypeError, NotStoredError, MissingFileError, *OF_DATA)
 """Errors of datasets of which there is no such sample: verify names damage."""
 
 
-def add(page: Page, store: Store, stats_by_layer: Measured, selection: Selection, tell: Any) -> None:
+def add(page: Page, store: Store, stats_by_layer: Measured, selection: Selection, tell: Tell) -> None:
     """Adds the plots, where single rows can be read without much else."""
     names = [layer for layer, stats in stats_by_layer.items() if stats.rows > 1]
     if not names:
@@ -40,7 +44,7 @@ def add(page: Page, store: Store, stats_by_layer: Measured, selection: Selection
         _separability(page, store, label, names, selection, tell)
 
 
-def _spectra(page: Page, store: Store, names: list[Any], selection: Selection, tell: Any) -> None:
+def _spectra(page: Page, store: Store, names: list[Layer], selection: Selection, tell: Tell) -> None:
     spectra = {}
     for layer in spread(names):
         try:
@@ -60,7 +64,7 @@ def _spectra(page: Page, store: Store, names: list[Any], selection: Selection, t
         page.how_sampled.append(("spectrum", text))
 
 
-def _similarity(page: Page, store: Store, names: list[Any], selection: Selection, tell: Any) -> None:
+def _similarity(page: Page, store: Store, names: list[Layer], selection: Selection, tell: Tell) -> None:
     try:
         similarity = store.similarity(
             compared(names),
@@ -79,7 +83,7 @@ def _similarity(page: Page, store: Store, names: list[Any], selection: Selection
         page.how_sampled.append(("similarity", text))
 
 
-def _separability(page: Page, store: Store, label: Any, names: list[Any], selection: Selection, tell: Any) -> None:
+def _separability(page: Page, store: Store, label: Any, names: list[Layer], selection: Selection, tell: Tell) -> None:
     try:
         separability = store.separability(
             label,

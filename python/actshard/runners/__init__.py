@@ -26,7 +26,7 @@ _MOST_RETRIES = 1000
 class Engine(Protocol):
     """The interface of an engine's module."""
 
-    def execute(self, plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool, **options: Any) -> None:
+    def execute(self, plan: Plan, tasks: Sequence[int], heard: Heard, *, keep_going: bool, **options: object) -> None:
         """Runs tasks in any order. Returns when all have ended; without ``keep_going``, soon after one has failed.
 
         Raises:
@@ -44,7 +44,7 @@ def run(
     commit: bool = True,
     tasks: Iterable[int] | None = None,
     progress: Callable[[int, int, int], object] | None = None,
-    **options: Any,
+    **options: object,
 ) -> Any:
     """Runs the tasks of a plan that are not done, and commits it.
 
@@ -103,7 +103,7 @@ def _round(
     *,
     keep_going: bool,
     progress: Callable[[int, int, int], object] | None,
-    options: dict[str, Any],
+    options: dict[str, object],
 ) -> dict[int, ActshardError]:
     """Runs tasks once. Returns the errors of tasks that are not done; tasks may be done in spite of a reported error."""
     errors: dict[int, ActshardError] = {}
@@ -123,7 +123,7 @@ def _round(
     return {task: error for task, error in errors.items() if task in undone}
 
 
-def _engine(on: str, options: dict[str, Any]) -> Engine:
+def _engine(on: str, options: dict[str, object]) -> Engine:
     """Returns the engine with a name.
 
     Raises:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actshard import _arguments
 from actshard.errors import LostWorkerError, MissingExtraError
 from actshard.plan.plan import Plan
 from actshard.runners import capacity
 from actshard.runners.tasks import Heard, lost, outcomes_at, plan_file
+
+if TYPE_CHECKING:
+    import distributed
 
 
 def execute(
@@ -51,7 +54,7 @@ def execute(
     ours = not isinstance(scheduler, distributed.Client)
     client = distributed.Client(scheduler, set_as_default=False) if ours else scheduler
     waiting = list(reversed(tasks))
-    sent: dict[Any, int] = {}
+    sent: dict[distributed.Future, int] = {}
     try:
         workers = _workers(client)
         if workers:  # otherwise the cluster adds them when there is work
@@ -82,14 +85,14 @@ def execute(
             client.close()
 
 
-def _outcomes(file: str, tasks: list[int]) -> list[dict[str, Any]]:
+def _outcomes(file: str, tasks: list[int]) -> list[dict[str, object]]:
     """Runs tasks in a worker, with the worker's number of threads."""
     import distributed
 
     return outcomes_at(file, tasks, distributed.get_worker().state.nthreads)
 
 
-def _outcome(plan: Plan, task: int, future: Any) -> Mapping[str, Any]:
+def _outcome(plan: Plan, task: int, future: distributed.Future) -> Mapping[str, object]:
     failure = future.exception()
     if failure is not None:
         return lost(task, LostWorkerError(f"Dask could not run it: {failure!r}", path=plan.work))
@@ -97,7 +100,7 @@ def _outcome(plan: Plan, task: int, future: Any) -> Mapping[str, Any]:
     return dict(outcome)
 
 
-def _workers(client: Any) -> list[dict[str, float]]:
+def _workers(client: distributed.Client) -> list[dict[str, float]]:
     """Resources of the workers, by names of options."""
     # Newer versions return only a few workers without n_workers=-1; older versions lack the argument.
     every = {"n_workers": -1} if "n_workers" in inspect.signature(client.scheduler_info).parameters else {}

@@ -8,7 +8,6 @@ element is killed, and the driver runs its tasks again.
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from actshard.errors import UnfinishedError
 from actshard.runners.tasks import done_at, lost, outcomes_at
@@ -26,10 +25,10 @@ class Element:
         self._began = 0.0
         self._done = 0
 
-    def __call__(self, file: str, tasks: list[int]) -> list[dict[str, Any]]:
+    def __call__(self, file: str, tasks: list[int]) -> list[dict[str, object]]:
         """Runs the tasks. See :func:`actshard.runners.tasks.outcomes_at`."""
         self._began, self._done = time.monotonic(), len(done_at(file, tasks))
-        ended: list[dict[str, Any]] = []
+        ended: list[dict[str, object]] = []
         try:
             for task in tasks:
                 ended += outcomes_at(file, [task])
@@ -40,7 +39,7 @@ class Element:
             ended += [lost(task, why) for task in tasks[len(ended) :]]
         return ended
 
-    def checkpoint(self, file: str, tasks: list[int]) -> Any:
+    def checkpoint(self, file: str, tasks: list[int]) -> object:
         """Called by submitit in its signal handler: returns the job to queue again.
 
         Raises:

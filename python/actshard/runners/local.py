@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from actshard import _arguments
 from actshard.errors import LostWorkerError
@@ -51,12 +50,12 @@ def _run(plan: Plan, tasks: Sequence[int], count: int, heard: Heard, *, keep_goi
     """Runs tasks in processes, the largest first. Those that die are replaced."""
     waiting = last_to_first(plan, tasks)
 
-    def report(outcome: Mapping[str, Any]) -> None:
+    def report(outcome: Mapping[str, object]) -> None:
         if "error" in outcome and not keep_going:
             waiting.clear()
         heard(outcome)
 
-    def ended(task: int, outcome: Mapping[str, Any]) -> bool:
+    def ended(task: int, outcome: Mapping[str, object]) -> bool:
         report(outcome)
         return True
 

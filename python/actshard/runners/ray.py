@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actshard import _arguments
 from actshard.errors import ArgumentTypeError, LostWorkerError, MissingExtraError
 from actshard.plan.plan import Plan
 from actshard.runners import capacity
 from actshard.runners.tasks import Heard, lost, outcomes_at, plan_file
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    import ray
 
 _RESOURCES = {"cpus": "CPU", "gpus": "GPU", "memory": "memory"}
 
@@ -68,7 +73,7 @@ def execute(
     file, threads = plan_file(plan), max(1, int(cpus))
     free = capacity.Capacity(lambda: [] if elastic else _nodes(ray), needed, limit, spare=True)
     waiting = list(reversed(tasks))
-    sent: dict[Any, int] = {}
+    sent: dict[object, int] = {}
     try:
         while waiting or sent:
             while waiting and len(sent) < free.tasks():
@@ -84,7 +89,7 @@ def execute(
             ray.cancel(reference)
 
 
-def _outcome(ray: Any, plan: Plan, task: int, reference: Any) -> Mapping[str, Any]:
+def _outcome(ray: ModuleType, plan: Plan, task: int, reference: ray.ObjectRef) -> Mapping[str, object]:
     try:
         (ended,) = ray.get(reference)
     except ray.exceptions.RayError as error:
@@ -92,7 +97,7 @@ def _outcome(ray: Any, plan: Plan, task: int, reference: Any) -> Mapping[str, An
     return dict(ended)
 
 
-def _nodes(ray: Any) -> list[dict[str, float]]:
+def _nodes(ray: ModuleType) -> list[dict[str, float]]:
     """Resources of the live nodes, by names of options."""
     options = {resource: option for option, resource in _RESOURCES.items()}
     return [

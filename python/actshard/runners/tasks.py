@@ -47,7 +47,7 @@ def plan_file(plan: Plan) -> str:
     return str(plan.work / PLAN)
 
 
-def outcomes_at(file: str, tasks: list[int], threads: int | None = None) -> list[dict[str, Any]]:
+def outcomes_at(file: str, tasks: list[int], threads: int | None = None) -> list[dict[str, object]]:
     """Runs tasks of the plan in a file, in order, and returns their outcomes. Engines call this on other machines.
 
     Does not raise errors of tasks, because an engine's own retries are for machines that died. ``threads``: the number that the

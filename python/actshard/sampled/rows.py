@@ -65,7 +65,7 @@ def sample(rows: SelectedRows, count: int, seed: int) -> Places:
     return Places(*rows.locate(spread(rows.count, count, seed)), rows.count)
 
 
-def exact(store: Readable) -> np.dtype[Any]:
+def exact(store: Readable) -> np.dtype[np.generic]:
     """The narrowest of float32 and float64 that has all values of the stored dtype.
 
     Integers and other types that gathers cannot convert are refused by the gather.
@@ -74,7 +74,7 @@ def exact(store: Readable) -> np.dtype[Any]:
     return np.dtype(np.float64 if wide else np.float32)
 
 
-def blocks(store: Readable, layer: Layer, places: Places) -> Iterator[tuple[int, NDArray[Any]]]:
+def blocks(store: Readable, layer: Layer, places: Places) -> Iterator[tuple[int, NDArray[np.generic]]]:
     """The rows of a sample in blocks ``(b, d_model)``, each with the number of its first row."""
     dtype = exact(store)
     step = max(1, _BLOCK // max(1, store.d_model * dtype.itemsize))
@@ -83,13 +83,13 @@ def blocks(store: Readable, layer: Layer, places: Places) -> Iterator[tuple[int,
         yield start, store.gather(layer, part.examples, part.tokens, dtype=dtype)
 
 
-def exponent(rows: NDArray[Any]) -> int:
+def exponent(rows: NDArray[np.generic]) -> int:
     """The power of two that the largest magnitude of finite rows is divided by, so that squares do not overflow."""
     largest = max(float(rows.max(initial=0)), -float(rows.min(initial=0)))
     return int(np.frexp(largest)[1]) if largest > 0 else 0
 
 
-def count_of(value: Any, what: str, least: int = 1) -> int:
+def count_of(value: object, what: str, least: int = 1) -> int:
     """A checked number of rows, examples or directions."""
     return _arguments.whole(value, what, least, MOST)
 
@@ -99,7 +99,7 @@ def number(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def numbers(values: NDArray[Any]) -> list[Any]:
+def numbers(values: NDArray[np.generic]) -> list[Any]:
     """JSON values of an array of one or two dimensions."""
     plain_values: list[Any] = values.tolist()
     return [[number(x) for x in row] if isinstance(row, list) else number(row) for row in plain_values]

@@ -122,7 +122,7 @@ class Separability:
 
 def separability_of(
     store: Readable,
-    label: Any,
+    label: object,
     layers: Any,
     pool: Any,
     examples: int,
@@ -189,7 +189,7 @@ def separability_of(
     )
 
 
-def values_of(store: Readable, label: Any, examples: NDArray[np.int64]) -> list[Any]:
+def values_of(store: Readable, label: Any, examples: NDArray[np.int64]) -> list[object]:
     """The values of a label for some examples, as Python values; null and NaN are None."""
     if isinstance(label, str):
         column = store.read_columns([label], examples).column(0).to_pylist()
@@ -203,13 +203,13 @@ def values_of(store: Readable, label: Any, examples: NDArray[np.int64]) -> list[
     return _plain(column)
 
 
-def _plain(values: list[Any]) -> list[Any]:
+def _plain(values: list[object]) -> list[object]:
     """numpy's scalars as Python's, and NaN as None."""
     values = [x.item() if isinstance(x, np.generic) else x for x in values]
     return [None if isinstance(x, float) and math.isnan(x) else x for x in values]
 
 
-def _of_tokens(store: Readable, layers: Sequence[Layer], label: Any) -> NDArray[Any] | None:
+def _of_tokens(store: Readable, layers: Sequence[Layer], label: object) -> NDArray[np.generic] | None:
     """Labels with a row per example and a column per content token; None for other labels."""
     if isinstance(label, str) or getattr(label, "ndim", 1) != 2:
         return None
@@ -227,10 +227,12 @@ def _of_tokens(store: Readable, layers: Sequence[Layer], label: Any) -> NDArray[
     return table
 
 
-def _classes(store: Readable, values: list[Any], label: str, what: str) -> tuple[tuple[Any, ...], NDArray[np.int64]]:
+def _classes(
+    store: Readable, values: list[object], label: str, what: str
+) -> tuple[tuple[object, ...], NDArray[np.int64]]:
     """The classes with two members or more, and the class of each value; -1 without."""
     name = f" {label!r:.60}" if label else ""
-    sizes: dict[Any, int] = {}
+    sizes: dict[object, int] = {}
     for value in values:
         if isinstance(value, list | dict | np.ndarray):
             raise ArgumentTypeError(f"label{name}: expected one value per example, found a {type(value).__name__}")
@@ -275,8 +277,8 @@ def _split_examples(codes: NDArray[np.int64], examples: NDArray[np.int64], test:
 
 
 def _with_both(
-    classes: tuple[Any, ...], codes: NDArray[np.int64], split: NDArray[np.int8]
-) -> tuple[tuple[Any, ...], NDArray[np.int64], NDArray[np.int8]]:
+    classes: tuple[object, ...], codes: NDArray[np.int64], split: NDArray[np.int8]
+) -> tuple[tuple[object, ...], NDArray[np.int64], NDArray[np.int8]]:
     """Leaves out classes without members to fit, or without held-out ones."""
     n = len(classes)
     counts = [np.bincount(codes[split == side], minlength=n) for side in (0, 1)]
@@ -292,7 +294,7 @@ def _with_both(
     return tuple(classes[i] for i in common_classes), codes, np.where(codes >= 0, split, np.int8(-1)).astype(np.int8)
 
 
-def _features(store: Readable, layer: Layer, places: Places, pool: str, rows: SelectedRows) -> NDArray[Any]:
+def _features(store: Readable, layer: Layer, places: Places, pool: str, rows: SelectedRows) -> NDArray[np.generic]:
     """A row per place, ``(n, d_model)``: the token's own, or the mean of the example's selected rows."""
     features = np.empty((len(places), store.d_model), np.float64 if pool == "mean" else exact(store))
     if pool != "mean":
@@ -327,7 +329,7 @@ def _whole_examples(counts: NDArray[np.int64]) -> Iterator[slice]:
 
 
 def _score(
-    rows: NDArray[Any], codes: NDArray[np.int64], held_out: NDArray[np.bool_], classes: int
+    rows: NDArray[np.generic], codes: NDArray[np.int64], held_out: NDArray[np.bool_], classes: int
 ) -> tuple[float, float]:
     """Balanced accuracy on the held-out rows, and its standard error."""
     fitted, tested = np.bincount(codes[~held_out], minlength=classes), np.bincount(codes[held_out], minlength=classes)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,11 @@ from actshard.sampled.rows import Places, RowsRead, count_of, exact, exponent, n
 from actshard.stream.readable import Readable
 from actshard.stream.rows import SelectedRows
 from actshard.stream.selection import Selection
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from actshard.stream.readable import Readable
 
 BATCH = 512
 """Rows whose products are made with each other."""
@@ -129,9 +134,9 @@ class Similarity:
 
 def similarity_of(
     store: Readable,
-    layers: Any,
+    layers: Layer | Sequence[Layer] | None,
     other: Readable | None,
-    other_layers: Any,
+    other_layers: Layer | Sequence[Layer] | None,
     rows: int,
     seed: int,
     selection: Selection,
@@ -181,7 +186,7 @@ def minibatches(count: int, seed: int) -> Iterator[NDArray[np.int64]]:
         yield np.sort(order[number::batches])
 
 
-def _names(store: Any, layers: Any, what: str = "layers") -> tuple[Layer, ...]:
+def _names(store: Readable, layers: Layer | Sequence[Layer] | None, what: str = "layers") -> tuple[Layer, ...]:
     if not hasattr(store, "group_of"):
         raise ArgumentTypeError(f"other: expected a store, found {type(store).__name__}")
     return tuple(store.layers[store.group_of(x)] for x in (store.layers if layers is None else several(layers, what)))
@@ -223,7 +228,7 @@ class Compared:
         # Of rows divided by a power of two, whose exponent follows.
         self._means: list[tuple[NDArray[np.float64], NDArray[np.int64]]] = []
 
-    def add(self, places: Places, tell: Any) -> None:
+    def add(self, places: Places, tell: Callable[[int], object]) -> None:
         """Adds a minibatch."""
         layer_rows, finite = [], np.ones(len(places), np.bool_)
         for i, (store, layer) in enumerate(self._sources):

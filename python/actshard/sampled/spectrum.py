@@ -146,7 +146,7 @@ def spectrum_of(
     )
 
 
-def _finite(store: Readable, layer: Layer, places: Places, progress: RowsRead | None) -> NDArray[Any]:
+def _finite(store: Readable, layer: Layer, places: Places, progress: RowsRead | None) -> NDArray[np.generic]:
     """The rows of a sample without NaN and infinite values, ``(n, d_model)``, float32 or float64."""
     finite_rows = np.empty((len(places), store.d_model), exact(store))
     used = 0
@@ -160,7 +160,7 @@ def _finite(store: Readable, layer: Layer, places: Places, progress: RowsRead | 
 
 
 def decomposed(
-    rows: NDArray[Any], most: int
+    rows: NDArray[np.generic], most: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], int]:
     """Mean row, eigenvalues, directions and the power of two of finite rows ``(n, d)``.
 

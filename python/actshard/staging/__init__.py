@@ -53,7 +53,7 @@ def stage(
     folder: str | os.PathLike[str],
     layers: Sequence[Layer] | Layer | None = None,
     *,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     check: bool = True,
     progress: StageProgress | None = None,
 ) -> Staged:
@@ -107,7 +107,7 @@ def origin(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _layers(layers: Any) -> tuple[Layer, ...] | None:
+def _layers(layers: Layer | Sequence[Layer] | None) -> tuple[Layer, ...] | None:
     if layers is None:
         return None
     return several(layers)

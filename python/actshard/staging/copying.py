@@ -8,7 +8,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import actshard._native as _native
 from actshard.errors import DiskFullError, FormatError
@@ -17,6 +17,9 @@ from actshard.staging.folder import is_same
 from actshard.staging.listing import list_files, within
 from actshard.staging.marker import Listed, Marker, read_marker
 from actshard.work import STAGED, make_folder, remove
+
+if TYPE_CHECKING:
+    from os import PathLike
 
 _PIECE = 64 << 20
 """Maximum length of a range: large files are downloaded as several concurrent ranges."""
@@ -90,7 +93,9 @@ def copy(location: Location, missing: Mapping[str, int], base: Path, parts: Path
     parts.mkdir(parents=True, exist_ok=True)
     tell("bytes", 0, total)
     for batch in _batches(missing, parts):
-        ranges: Any = [(location / name, part, offset, length) for name, part, offset, length, _ in batch]
+        ranges: list[tuple[str | PathLike[str], str | PathLike[str], int, int]] = [
+            (location / name, part, offset, length) for name, part, offset, length, _ in batch
+        ]
         _native.copy_ranges(ranges)
         # Synced before renaming: a later call only checks the file's size.
         _native.sync_files(list(dict.fromkeys(part for _, part, *_ in batch)))

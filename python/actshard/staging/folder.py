@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from actshard import _arguments
 from actshard.errors import ActshardError, ArgumentError, ExistsError, FormatError, LockedError, MissingFileError
@@ -24,7 +23,7 @@ from actshard.verifying import verify
 from actshard.work import STAGED, Lock, make_folder, remove, sync_folders, sync_tree
 
 
-def target_of(folder: Any) -> Path:
+def target_of(folder: object) -> Path:
     """Checks the user's ``folder`` and returns its path. Environment variables are expanded."""
     if isinstance(folder, str):
         folder = os.path.expandvars(folder)

@@ -379,7 +379,7 @@ def _more(n: int) -> str:
     return " and others" if n > _SHOWN else ""
 
 
-def _texts(values: NDArray[np.float64] | np.float64) -> Any:
+def _texts(values: NDArray[np.float64] | np.float64) -> object:
     """Numbers as JSON values."""
     numbers = np.atleast_1d(values).tolist()
     plain = [x if np.isfinite(x) else str(x) for x in numbers]

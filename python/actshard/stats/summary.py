@@ -262,7 +262,7 @@ class Summary:
             tuple(hashes),
         )
 
-    def as_sums(self) -> dict[str, Any]:
+    def as_sums(self) -> dict[str, object]:
         """What the core takes."""
         return {name: list(getattr(self, name)) for name in LISTS}
 
@@ -277,13 +277,13 @@ LISTS = ("norm_bins", "positions", "bands", "largest_rows", "largest_columns", "
 """Names of the lists in the core's sums."""
 
 
-def _whole(value: Any, limit: int = 1 << 62) -> int:
+def _whole(value: object, limit: int = 1 << 62) -> int:
     if type(value) is not int or not 0 <= value < limit:
         raise ValueError(f"expected a count below {limit}, found {value!r:.80}")
     return value
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     """A number of rows: at least 1, and as small as the core requires, so that sums do not overflow."""
     return 1 + _whole(value - 1 if type(value) is int else value, (1 << 43) - 1)
 

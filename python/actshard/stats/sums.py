@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class Sums:
             total |= {"rows": 0, "norms": (0.0, 0), **Summary().as_sums()}
         return Stats.of(total, layer)
 
-    def as_plain(self) -> tuple[list[list[Any]], NDArray[Any], list[dict[str, Any]]]:
+    def as_plain(self) -> tuple[list[list[Any]], NDArray[np.generic], list[dict[str, object]]]:
         """JSON values of each node, an array ``(nodes, width)`` of its columns, and JSON of its summary; see :meth:`of_plain`."""
         columns = np.empty((len(self.nodes), self.width), SUMMED)
         for node, row in zip(self.nodes, columns, strict=True):
@@ -72,7 +72,11 @@ class Sums:
 
     @classmethod
     def of_plain(
-        cls, records: Sequence[Sequence[Any]], columns: NDArray[Any], summaries: Sequence[dict[str, Any]], width: int
+        cls,
+        records: Sequence[Sequence[Any]],
+        columns: NDArray[np.generic],
+        summaries: Sequence[Mapping[str, Any]],
+        width: int,
     ) -> Sums:
         """The sums of :meth:`as_plain`.
 

@@ -101,7 +101,7 @@ class Stream(RowEpochs[Batch]):
         normalize: Normalize = None,
         memory: int | str = "1GiB",
         reuse: bool = False,
-        buffers: Sequence[Any] | None = None,
+        buffers: list[NDArray[np.generic]] | None = None,
     ) -> None:
         interleave, reuse = _arguments.switch(interleave, "interleave"), _arguments.switch(reuse, "reuse")
         is_single = is_one(layer) and layer != "all"
@@ -191,13 +191,13 @@ class Stream(RowEpochs[Batch]):
             f"shuffle={self.shuffle!r}, seed={self.seed}, epoch {self.epoch}>"
         )
 
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> RowLoop:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> RowLoop:
         return RowLoop(self, first, every, buffers)
 
     def _added(self, saved: dict[str, Any]) -> set[str]:
         return (set() if "dataset" in saved else _SINCE_2) | (set() if "sample" in saved else _SINCE_3)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """Everything that determines the rows of each batch and their values."""
         settings = {
             **super()._settings(),
@@ -214,7 +214,7 @@ class Stream(RowEpochs[Batch]):
                 settings["unit_bytes"] = self._native.unit_bytes
         return settings
 
-    def _ring(self) -> list[NDArray[Any]] | None:
+    def _ring(self) -> list[NDArray[np.generic]] | None:
         """The arrays that batches are written into; None if each batch gets a new array."""
         if self._buffers is not None:
             return [
@@ -238,7 +238,7 @@ class Stream(RowEpochs[Batch]):
         return token_labels
 
 
-def _check_buffers(buffers: Sequence[Any], shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def _check_buffers(buffers: Sequence[NDArray[np.generic]], shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> None:
     """Raises ArgumentError unless there are at least two arrays of this shape."""
     if len(buffers) < 2:
         raise ArgumentError(f"buffers: expected at least 2, of {shape} {dtype}: one is in use while the next is filled")
@@ -253,7 +253,7 @@ def _check_buffers(buffers: Sequence[Any], shape: tuple[int, ...], dtype: np.dty
 class RowLoop(Loop[Batch]):
     """The iterator of one loop over a stream."""
 
-    def __init__(self, stream: Stream, first: int, every: int, buffers: list[Any] | None) -> None:
+    def __init__(self, stream: Stream, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> None:
         self._source = stream
         self._layers = array_of(stream.layers)
         self._overflows = 0
@@ -298,7 +298,7 @@ class RowLoop(Loop[Batch]):
             )
         self._overflows += overflows
 
-    def _yours(self, activations: NDArray[Any]) -> Any:
+    def _yours(self, activations: NDArray[np.generic]) -> NDArray[np.generic]:
         """The caller's own object (e.g. a torch tensor) for the buffer that was filled."""
         assert self._ring is not None
         assert self._source._buffers is not None

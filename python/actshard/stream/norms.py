@@ -13,7 +13,6 @@ import re
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,7 +60,7 @@ def _sums(squares: NDArray[np.float64]) -> NDArray[np.float64]:
     return squares[:, 0]
 
 
-def parsed(max_norm: Any) -> tuple[float, bool] | None:
+def parsed(max_norm: object) -> tuple[float, bool] | None:
     """Parses ``max_norm`` to (number, whether it is a multiple of the median); None if it is None.
 
     Raises:

@@ -38,14 +38,14 @@ class BatchColumns:
         if self.names:
             store.read_columns(self.names).slice(0, 0)  # raises for names that do not exist
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_read": None}
 
     def read(self) -> ReadColumns:
         """The columns' values, read on first use and held."""
         if self._read is None:
             table = self._store.read_columns(self.names) if self.names else None
-            columns: dict[str, NDArray[Any] | TokenValues] = {}
+            columns: dict[str, NDArray[np.generic] | TokenValues] = {}
             for name in self.names:
                 assert table is not None
                 columns[name] = _values(self._store, name, table[name])
@@ -68,14 +68,14 @@ class TokenValues:
         skipped: stored tokens without an entry, at the start of each example.
     """
 
-    def __init__(self, values: NDArray[Any], first: NDArray[np.int64], skipped: NDArray[np.int64]) -> None:
+    def __init__(self, values: NDArray[np.generic], first: NDArray[np.int64], skipped: NDArray[np.int64]) -> None:
         self.values, self.first, self.skipped = values, first, skipped
 
-    def at(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+    def at(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.generic]:
         """The entries of tokens; 0 for special tokens without one."""
         has_entry = tokens >= self.skipped[examples]
         if has_entry.all():
-            entries: NDArray[Any] = self.values[self.first[examples] + tokens]
+            entries: NDArray[np.generic] = self.values[self.first[examples] + tokens]
             return entries
         token_values = np.zeros(len(tokens), self.values.dtype)
         token_values[has_entry] = self.values[(self.first[examples] + tokens)[has_entry]]
@@ -85,7 +85,7 @@ class TokenValues:
 class ReadColumns:
     """Columns in memory."""
 
-    def __init__(self, columns: dict[str, NDArray[Any] | TokenValues]) -> None:
+    def __init__(self, columns: dict[str, NDArray[np.generic] | TokenValues]) -> None:
         self._columns = columns
 
     def of(
@@ -94,7 +94,7 @@ class ReadColumns:
         token_examples: NDArray[np.int64],
         tokens: NDArray[np.int64],
         real: NDArray[np.bool_],
-    ) -> dict[str, NDArray[Any]]:
+    ) -> dict[str, NDArray[np.generic]]:
         """The columns of a batch of sequences.
 
         Args:
@@ -103,7 +103,7 @@ class ReadColumns:
             tokens: the position of each token.
             real: False for padding.
         """
-        arrays: dict[str, NDArray[Any]] = {}
+        arrays: dict[str, NDArray[np.generic]] = {}
         for name, column in self._columns.items():
             if isinstance(column, TokenValues):
                 arrays[name] = np.zeros(tokens.shape, column.values.dtype)
@@ -113,7 +113,7 @@ class ReadColumns:
         return arrays
 
 
-def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any] | TokenValues:
+def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[np.generic] | TokenValues:
     """A column as arrays."""
     import pyarrow as pa
 
@@ -130,7 +130,7 @@ def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[Any]
     return _numbers(store, name, column)
 
 
-def _numbers(store: Readable, name: str, column: Any) -> NDArray[Any]:
+def _numbers(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[np.generic]:
     import pyarrow as pa
 
     kind = column.type
@@ -141,13 +141,13 @@ def _numbers(store: Readable, name: str, column: Any) -> NDArray[Any]:
             path=store.path,
         )
     zero_copy = isinstance(column, pa.Array) and not pa.types.is_boolean(kind)
-    numbers: NDArray[Any] = (
+    numbers: NDArray[np.generic] = (
         column.to_numpy(zero_copy_only=zero_copy) if isinstance(column, pa.Array) else column.to_numpy()
     )
     return numbers
 
 
-def _per_token(store: Readable, name: str, offsets: NDArray[np.int64], values: NDArray[Any]) -> TokenValues:
+def _per_token(store: Readable, name: str, offsets: NDArray[np.int64], values: NDArray[np.generic]) -> TokenValues:
     """The entries of a list column, by stored token."""
     entries, stored = np.diff(offsets), store.token_counts
     first, stop = content_range(store, stored)

@@ -54,8 +54,8 @@ def rows_and_rescaling(
     layers: Sequence[Layer],
     selection: Selection,
     values: tuple[Center, Scale, Divide, Normalize],
-    options: dict[str, Any],
-) -> tuple[SelectedRows, dict[str, Any]]:
+    options: dict[str, object],
+) -> tuple[SelectedRows, dict[str, object]]:
     """Resolves a stream's selection, and its ``center``, ``scale``, ``divide`` and ``normalize`` to options of the core.
 
     Errors that do not depend on rows come before rows are read for ``max_norm`` and statistics. Warns if no row is selected.
@@ -68,7 +68,9 @@ def rows_and_rescaling(
     return rows, rescaling(store, layers, *values, rows)
 
 
-def _check(store: Readable, layers: Sequence[Layer], center: Any, scale: Any, divide: Any, normalize: Any) -> None:
+def _check(
+    store: Readable, layers: Sequence[Layer], center: Center, scale: Scale, divide: Divide, normalize: Normalize
+) -> None:
     """Raises the errors of :func:`rescaling` that do not depend on statistics, before these are computed."""
     _check_names(center, divide, normalize)
     if isinstance(normalize, str):
@@ -80,7 +82,7 @@ def _check(store: Readable, layers: Sequence[Layer], center: Any, scale: Any, di
     rescaling(store, layers, center, scale, divide, normalize, None)
 
 
-def _refuse_beside_normalize(center: Any, scale: Any, divide: Any) -> None:
+def _refuse_beside_normalize(center: object, scale: object, divide: object) -> None:
     for name, value in (("center", center), ("scale", scale), ("divide", divide)):
         if value is not None:
             raise ArgumentError(f"{name}: not supported with normalize=, which subtracts the mean and divides by std")
@@ -94,7 +96,7 @@ def rescaling(
     divide: Divide,
     normalize: Normalize,
     rows: SelectedRows | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
 
     ``rows``: the rows of the stream, of which an argument may name statistics, such as ``"mean"``; None: no argument does.
@@ -146,10 +148,10 @@ def rescaling(
 def _resolve_names(
     store: Readable,
     layers: Sequence[Layer],
-    center: Any,
-    scale: Any,
-    divide: Any,
-    normalize: Any,
+    center: object,
+    scale: object,
+    divide: object,
+    normalize: object,
     rows: SelectedRows | None,
 ) -> tuple[Any, Any, Any, Any]:
     """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
@@ -212,9 +214,9 @@ def _to_mean_square(
     return factors
 
 
-def settings_of(options: dict[str, Any]) -> dict[str, Any]:
+def settings_of(options: dict[str, Any]) -> dict[str, object]:
     """The result of :func:`rescaling` as plain values for a stream's state."""
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for name in ("center", "scale", "divide"):
         if options[name] is not None:
             settings[name] = hashlib.sha256(options[name].tobytes()).hexdigest()[:16]
@@ -223,7 +225,7 @@ def settings_of(options: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _stats_of(normalize: Any, layers: Sequence[Layer]) -> list[Stats]:
+def _stats_of(normalize: object, layers: Sequence[Layer]) -> list[Stats]:
     """The statistics of each layer."""
     layer_stats = [normalize] if isinstance(normalize, Stats) else normalize
     if (
@@ -258,7 +260,7 @@ def _norm_of(store: Readable, scale: Scale) -> float | None:
     return 1.0 if scale == "unit-norm" else store.d_model**0.5
 
 
-def vectors(value: Any, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:
+def vectors(value: object, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:
     """A factor or offset per column, or per layer and column, as a flat float64 array."""
     if value is None:
         return None

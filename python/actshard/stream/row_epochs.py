@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from numpy.typing import DTypeLike
 
@@ -16,11 +16,11 @@ from actshard.stream.readable import Readable, covered_by, native_options
 from actshard.stream.rescaling import Center, Divide, Normalize, Scale, layers_of, rows_and_rescaling, settings_of
 from actshard.stream.selection import Selection
 
-B = TypeVar("B")
+B_co = TypeVar("B_co", covariant=True)
 Shuffle = Literal["window", "exact"] | None
 
 
-class RowEpochs(Epochs[B]):
+class RowEpochs(Epochs[B_co]):
     """Batches of the selected rows of a store's layers.
 
     Attributes:
@@ -44,7 +44,7 @@ class RowEpochs(Epochs[B]):
         world_size: int,
         dtype: DTypeLike | None,
         memory: int | str,
-        **options: Any,
+        **options: object,
     ) -> None:
         """Resolves layers, rows and rescaling, and opens the native stream.
 
@@ -100,19 +100,19 @@ class RowEpochs(Epochs[B]):
         # Computed while the files are open: state_dict() may be called after the store is closed.
         self._covered()
 
-    def _covered(self) -> dict[str, Any]:
+    def _covered(self) -> dict[str, object]:
         return covered_by(self.store, self._layers)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = super().__getstate__()
         del state["_native"]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._native = self.store.native_stream(self._rows.native, self._options)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """Everything that determines the rows of each batch and their values, as far as all streams have it."""
         return {
             **self._covered(),

@@ -9,7 +9,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,7 +42,7 @@ class SelectedRows:
     native: NativeSelection
     num_examples: int
     left_out: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(LIMITS, 0))
-    arguments: Mapping[str, Any] | None = None
+    arguments: Mapping[str, object] | None = None
 
     @cached_property
     def count(self) -> int:

@@ -56,7 +56,7 @@ def column(values: Any) -> Any:
 _EXPECTED = "expected an integer, a slice, integers or a bool mask"
 
 
-def plain_index(part: Any) -> Any:
+def plain_index(part: object) -> Any:
     """A part of a key as a slice, an ellipsis, an int or an array."""
     if isinstance(part, EllipsisType) or type(part) is int:
         return part
@@ -349,7 +349,7 @@ def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.
     if keep is None:
         return None
     if callable(keep):
-        ask: Callable[[pa.Table], Any] = keep
+        ask: Callable[[pa.Table], object] = keep
         keep = ask(store.table)
         if keep is None:
             raise ArgumentError("keep: expected a function that returns flags, found None as its result")

@@ -75,7 +75,7 @@ class SequenceBatch:
         """Tokens of the longest sequence: ``max_seqlen`` of flash-attention."""
         return int(self.lengths.max(initial=0))
 
-    def arrays(self) -> dict[str, NDArray[Any]]:
+    def arrays(self) -> dict[str, NDArray[np.generic]]:
         """All arrays by name, columns included."""
         arrays_by_name = {name: getattr(self, name) for name in self.__slots__ if name != "columns"}
         return {name: array for name, array in arrays_by_name.items() if array is not None} | self.columns
@@ -205,7 +205,7 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             most = _STORED_WINDOW * self.batch_tokens
             window = min(most, max(window, self.batch_tokens)) if self._native.decodes else most
         # The packing also depends on memory= and on how the files are decoded.
-        self._planned: dict[str, Any] = {} if self.shuffle == "exact" else {"window": window}
+        self._planned: dict[str, object] = {} if self.shuffle == "exact" else {"window": window}
         if units is not None:
             self._planned["units"] = hashlib.sha256(units.tobytes()).hexdigest()[:16]
         return _native.Packing(
@@ -254,20 +254,20 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             f"epoch {self.epoch}>"
         )
 
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> _SequenceLoop:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> _SequenceLoop:
         assert buffers is None, "batches of sequences are new arrays"
         return _SequenceLoop(self, first, every)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         state = super().__getstate__()
         del state["_packing"], state["_before"]
         return state
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._packing, self._before = self._packed(), self._native.before()
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         """Everything that determines the sequences of each batch and their values."""
         return {
             **super()._settings(),
@@ -282,7 +282,7 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             **self._planned,
         }
 
-    def _added(self, saved: dict[str, Any]) -> set[str]:
+    def _added(self, saved: dict[str, object]) -> set[str]:
         return set() if "sample" in saved else {"sample", "dtype", "stacked", "fixed_shape"}
 
     def _fingerprint(self) -> str:
@@ -313,7 +313,7 @@ class _SequenceLoop(Loop[SequenceBatch]):
         read = _Sequences(stream, epoch).read if pool is None else pool.read
         return ReadAhead(read, range(self._next, len(stream), self._every), _AHEAD)
 
-    def _made(self, arrays: tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]) -> SequenceBatch:
+    def _made(self, arrays: tuple[NDArray[np.int64], NDArray[np.generic], NDArray[np.int64]]) -> SequenceBatch:
         stream = self._source
         numbers, activations, tokens = arrays
         examples, lengths = stream._examples[numbers], stream._lengths[numbers]

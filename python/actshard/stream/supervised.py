@@ -29,7 +29,7 @@ class ColumnTokens:
     context: bool
     at_least: int = 0
 
-    def __call__(self, table: pa.Table) -> Any:
+    def __call__(self, table: pa.Table) -> object:
         """A list of flags per example, as Arrow lists. Raises NotStoredError, ArgumentError for another column."""
         import pyarrow as pa
 
@@ -69,13 +69,13 @@ def nonzero(column: str) -> ColumnTokens:
     return ColumnTokens(_named(column), False)
 
 
-def _named(column: Any) -> str:
+def _named(column: object) -> str:
     if not isinstance(column, str):
         raise ArgumentError(f"column: expected the name of a list column, found {type(column).__name__}")
     return column
 
 
-def numbers_of(table: pa.Table, name: str) -> tuple[NDArray[Any], NDArray[np.int64]]:
+def numbers_of(table: pa.Table, name: str) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
     """The numbers of a list column, flat, and the offsets ``(examples + 1,)`` of its lists.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from numpy.typing import DTypeLike
 
@@ -15,6 +15,10 @@ from actshard.stream.rescaling import Center, Divide, Normalize, Scale
 from actshard.stream.row_epochs import Shuffle
 from actshard.stream.selection import Mask, Selection, Tokens
 from actshard.stream.sequences import SequenceStream, TooLong
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 class StreamVerbs:
@@ -44,7 +48,7 @@ class StreamVerbs:
         normalize: Normalize = None,
         memory: int | str = "1GiB",
         reuse: bool = False,
-        buffers: Sequence[Any] | None = None,
+        buffers: list[NDArray[np.generic]] | None = None,
     ) -> Stream:
         """Returns a stream of batches for a training loop.
 

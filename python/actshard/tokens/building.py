@@ -76,10 +76,10 @@ Watch = Callable[[BuildProgress], object]
 
 
 def build_cache(
-    sources: str | os.PathLike[str] | Iterable[Any],
+    sources: str | os.PathLike[str] | Iterable[object],
     out: str | os.PathLike[str],
-    tokenizer: Any = None,
-    format: FormatBase | Mapping[str, Any] | str | None = None,
+    tokenizer: object | None = None,
+    format: FormatBase | Mapping[str, object] | str | None = None,
     *,
     layout: str = CONSOLIDATED,
     storage: str = "plain",
@@ -218,10 +218,10 @@ class Build:
 
     def __init__(
         self,
-        sources: str | os.PathLike[str] | Iterable[Any],
+        sources: str | os.PathLike[str] | Iterable[object],
         out: str | os.PathLike[str],
-        tokenizer: Any,
-        format: FormatBase | Mapping[str, Any] | str | None,
+        tokenizer: object,
+        format: FormatBase | Mapping[str, object] | str | None,
         options: BuildOptions,
         progress: Watch | None = None,
     ) -> None:
@@ -516,7 +516,7 @@ def _id_dtype(dtype: DTypeLike | None) -> str | None:
     return name
 
 
-def is_time(value: Any) -> bool:
+def is_time(value: object) -> bool:
     """Whether a value is a valid argument of ``time.struct_time``."""
     try:
         return isinstance(value, list) and len(value) == 11 and bool(time.strftime("%c", time.struct_time(value)))

@@ -42,7 +42,7 @@ def open_cache(
     *,
     io: str = "auto",
     memory: int | str = "256MiB",
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
 ) -> TokenCache:
     """Opens a token cache that Levanter or actshard wrote.
@@ -91,7 +91,7 @@ class TokenCache:
         *,
         io: str = "auto",
         memory: int | str = "256MiB",
-        storage_options: Mapping[str, Any] | None = None,
+        storage_options: Mapping[str, object] | None = None,
         cache: int | str | os.PathLike[str] | Literal[False] | None = None,
     ) -> None:
         if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
@@ -120,7 +120,7 @@ class TokenCache:
         self._shaped = tuple(name for name in names if self._is_lazy or self._fields[name].has_shapes)
         self._plain = tuple((name, field.row) for name, field in self._fields.items() if name not in self._shaped)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         root, io, memory = self._open_arguments
         return (_reopen, (root, io, memory, None if root.is_local else self.ledger))
 
@@ -248,21 +248,21 @@ class TokenCache:
             raise OutOfRangeError(f"row {row}: the cache has {rows}", path=self.path)
         return number
 
-    def _row_of(self, name: str, row: int) -> NDArray[Any]:
+    def _row_of(self, name: str, row: int) -> NDArray[np.generic]:
         field = self.field(name)
         return _in_shape(field.row(row), field.shape(row), name, self.path) if field.has_shapes else field.row(row)
 
     def __iter__(self) -> Iterator[dict[str, NDArray[Any]]]:
         return (self[row] for row in range(self._rows))
 
-    def rows(self, indices: Sequence[int] | NDArray[Any]) -> list[dict[str, NDArray[Any]]]:
+    def rows(self, indices: Sequence[int] | NDArray[np.generic]) -> list[dict[str, NDArray[Any]]]:
         """Reads many rows in parallel. Indices may repeat.
 
         Returns:
             One dict of arrays per index. The arrays are slices of one new array per field.
         """
         numbers = self.numbers(indices, self._rows, "row")
-        batch: list[dict[str, NDArray[Any]]] = [{} for _ in range(len(numbers))]
+        batch: list[dict[str, NDArray[np.generic]]] = [{} for _ in range(len(numbers))]
         for name in self.fields:
             field = self.field(name)
             flat, offsets = field.rows(numbers)
@@ -273,7 +273,7 @@ class TokenCache:
                     row[name] = _in_shape(row[name], field.shape(int(numbers[i])), name, self.path)
         return batch
 
-    def numbers(self, indices: Sequence[int] | NDArray[Any], most: int, what: str) -> NDArray[np.int64]:
+    def numbers(self, indices: Sequence[int] | NDArray[np.generic], most: int, what: str) -> NDArray[np.int64]:
         """Converts indices to int64. Negative indices count from the end.
 
         Raises:
@@ -312,7 +312,7 @@ def _reopen(root: Location, io: str, memory: int | str, ledger: Ledger | None = 
     return cache
 
 
-def _in_shape(flat: NDArray[Any], axes: list[int], name: str, path: Path) -> NDArray[Any]:
+def _in_shape(flat: NDArray[np.generic], axes: list[int], name: str, path: Path) -> NDArray[np.generic]:
     leading_size = math.prod(axes)
     if len(flat) % leading_size == 0 if leading_size else len(flat) == 0:
         with suppress(ValueError):  # numpy limits the size of a shape even if it has no elements

@@ -9,10 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 NumberedRecord = tuple[int, Any]
 """A number, and a mapping or a problem."""
@@ -32,7 +35,7 @@ class ColumnBlock:
         records: returns the rows before conversion; None: they are those of the arrays.
     """
 
-    elements: Mapping[str, NDArray[Any]]
+    elements: Mapping[str, NDArray[np.generic]]
     lengths: Mapping[str, NDArray[np.int64]]
     records: Callable[[], list[NumberedRecord]] | None = None
 
@@ -46,7 +49,7 @@ class ColumnBlock:
         return list(enumerate(rows, first))
 
 
-def of_arrow(batch: Any) -> ColumnBlock | None:
+def of_arrow(batch: pa.RecordBatch | pa.Table) -> ColumnBlock | None:
     """The rows of a record batch; None if a column contains nulls, or anything but lists of numbers."""
     import pyarrow as pa
 
@@ -91,7 +94,7 @@ def joined(
     yield from block.close()
 
 
-def _lists(record: Any, line: bytes, columns: Sequence[str]) -> list[list[Any]] | None:
+def _lists(record: object, line: bytes, columns: Sequence[str]) -> list[list[object]] | None:
     """The lists of a record; None if a column is no list, or contains true or false, which arrays take for numbers."""
     if not isinstance(record, dict):
         return None
@@ -116,7 +119,7 @@ class _OpenBlock:
         self._lines: list[tuple[int, bytes]] = []
         self.bytes = 0
 
-    def add(self, number: int, line: bytes, lists: Sequence[list[Any]]) -> bool:
+    def add(self, number: int, line: bytes, lists: Sequence[list[object]]) -> bool:
         """Adds a row. Returns False if its numbers do not fit those of the block; or none, if the block is empty."""
         sizes = [len(numbers) for numbers in self._arrays.values()]
         if not all(self._extend(name, values) for name, values in zip(self._columns, lists, strict=True)):
@@ -129,7 +132,7 @@ class _OpenBlock:
         self.bytes += len(line)
         return True
 
-    def _extend(self, name: str, values: list[Any]) -> bool:
+    def _extend(self, name: str, values: list[object]) -> bool:
         try:
             self._arrays[name].fromlist(values)
         except (TypeError, OverflowError):

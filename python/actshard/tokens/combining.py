@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +51,7 @@ def combine(
     parts: Mapping[str, Sequence[PartRows]],
     out: Path,
     work: Path,
-    now: Sequence[Any] | None,
+    now: Sequence[object] | None,
     tell: Callable[[], object] = lambda: None,
 ) -> None:
     """Makes a cache of the rows of all parts, and moves it into place. The caller holds the lock of the working folder.
@@ -139,7 +138,11 @@ def _rename(source: Path, folder: Path, staged: Path) -> None:
 
 
 def _consolidate(
-    parts: Mapping[Path, Ledger | None], merged: Path, out: Path, fields: Mapping[str, np.dtype[Any]], storage: str
+    parts: Mapping[Path, Ledger | None],
+    merged: Path,
+    out: Path,
+    fields: Mapping[str, np.dtype[np.generic]],
+    storage: str,
 ) -> Mapping[str, str] | None:
     """Creates one array per field from folders with rows, by copying stored bytes. A single folder's files are linked.
 

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actshard._json import show
 from actshard.errors import (
@@ -52,12 +52,15 @@ from actshard.tokens.processing import WEIGHTS
 from actshard.tokens.sources import RowSource
 from actshard.tokens.stream import Examples
 
+if TYPE_CHECKING:
+    from actshard.tokens.sources import AnySource
+
 
 class DatasetSourceConfigBase(ABC):
     """Source of a component's records."""
 
     @abstractmethod
-    def sources(self, split: str) -> list[Any]:
+    def sources(self, split: str) -> list[AnySource | str]:
         """The sources for :func:`build_cache`; empty if the split does not exist."""
 
 
@@ -79,7 +82,7 @@ class UrlDatasetSourceConfig(DatasetSourceConfigBase):
     def __post_init__(self) -> None:
         check_types(self)
 
-    def sources(self, split: str) -> list[Any]:
+    def sources(self, split: str) -> list[AnySource | str]:
         """The sources for :func:`build_cache`; empty if the split does not exist."""
         return list(self.train_urls if split == "train" else self.validation_urls)
 
@@ -108,7 +111,7 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
     def __post_init__(self) -> None:
         check_types(self)
 
-    def sources(self, split: str) -> list[Any]:
+    def sources(self, split: str) -> list[AnySource | str]:
         """One source per shard of the dataset; empty if the split does not exist.
 
         Raises:
@@ -144,7 +147,7 @@ class HfDatasetSourceConfig(DatasetSourceConfigBase):
 
         return [RowSource(str(i), part(i), told=f"{identity}/{i}") for i in range(shards)]
 
-    def _call_library(self, ask: Callable[[], Any]) -> Any:
+    def _call_library(self, ask: Callable[[], object]) -> Any:
         try:
             return ask()
         except Exception as error:  # raised by the library, its dependencies or a dataset's script
@@ -266,7 +269,7 @@ def dataset_for_component(
     )
 
 
-def known_options(options: Any, cls: type, where: str) -> dict[str, Any]:
+def known_options(options: object, cls: type, where: str) -> dict[str, Any]:
     """Options by name, each a field of the class.
 
     Raises:
@@ -277,7 +280,7 @@ def known_options(options: Any, cls: type, where: str) -> dict[str, Any]:
     return known({str(key): value for key, value in options.items()}, [f.name for f in fields(cls)], where)
 
 
-def components_of(name: str, component: Any) -> dict[str, DatasetComponent]:
+def components_of(name: str, component: object) -> dict[str, DatasetComponent]:
     """Parses a component."""
     where = f"data.components.{name}"
     if not isinstance(component, Mapping):
@@ -300,7 +303,7 @@ def components_of(name: str, component: Any) -> dict[str, DatasetComponent]:
     return {name: within(where, lambda: DatasetComponent(**options))}
 
 
-def _source(source: Any, where: str) -> UrlDatasetSourceConfig | HfDatasetSourceConfig:
+def _source(source: object, where: str) -> UrlDatasetSourceConfig | HfDatasetSourceConfig:
     if not isinstance(source, Mapping):
         raise ArgumentError(f"{where}: expected an object, found {show(source)}")
     options = dict(source)
@@ -323,7 +326,7 @@ def _source(source: Any, where: str) -> UrlDatasetSourceConfig | HfDatasetSource
     return within(where, lambda: cls(**options))
 
 
-def _texts(value: Any, where: str) -> tuple[str, ...] | None:
+def _texts(value: object, where: str) -> tuple[str, ...] | None:
     if value is None:
         return None
     if isinstance(value, str) or not isinstance(value, Iterable) or any(not isinstance(x, str) for x in value):

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from actshard import _arguments
@@ -105,7 +106,7 @@ class CachePlan:
     component: str
     split: str
     path: Path
-    sources: tuple[Any, ...]
+    sources: tuple[object, ...]
     state: str
     cache: TokenCache | None = field(default=None, compare=False)
 
@@ -243,7 +244,7 @@ class LmDataConfig:
             raise FormatError(error.detail, path=file) from error
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> Self:
+    def from_dict(cls, given: Mapping[str, object]) -> Self:
         """Converts plain values, as read from YAML."""
         options = known_options(given, cls, "data")
         components = options.get("components") or {}
@@ -324,7 +325,7 @@ class LmDataConfig:
         *,
         splits: Sequence[str] = SPLITS,
         progress: Callable[[CachePlan], Watch | None] | None = None,
-        **options: Any,
+        **options: object,
     ) -> list[CachePlan]:
         """Builds all missing caches at the paths that Levanter expects.
 
@@ -414,7 +415,7 @@ class LmDataConfig:
             warn(f"{cache.path}: the cache was built with {differs}, as in the configuration", code="cache-settings")
 
     def train_sets(
-        self, seq_len: int, *, key: int | Key | NDArray[Any] = 0, batch_size: int | None = None
+        self, seq_len: int, *, key: int | Key | NDArray[np.generic] = 0, batch_size: int | None = None
     ) -> dict[str, Examples]:
         """Training examples by component, processed in Levanter's order: split, shuffled, reduced to budgets.
 
@@ -470,7 +471,7 @@ class LmDataConfig:
         cut = len(dataset) - validation_count
         return Sliced(dataset, 0, cut), Sliced(dataset, cut, len(dataset))
 
-    def train_set(self, seq_len: int, batch_size: int, *, key: int | Key | NDArray[Any] = 0) -> Mixture:
+    def train_set(self, seq_len: int, batch_size: int, *, key: int | Key | NDArray[np.generic] = 0) -> Mixture:
         """The mixture for training in Levanter: ``get_batch(range(step * batch_size, (step + 1) * batch_size))``."""
         mix, shuffle = split(prng_key(key))
         weights = self.train_weights

@@ -166,7 +166,7 @@ def tokenizer_difference(cache: TokenCache, tokenizer: Tokenizer) -> str | None:
 
 def read_beginnings(
     cache: TokenCache, name: str, count: int, limit: int
-) -> tuple[NDArray[np.int64], list[NDArray[Any]]]:
+) -> tuple[NDArray[np.int64], list[NDArray[np.generic]]]:
     """``(count,)`` int64 lengths of the first rows of a field, and at most ``limit`` elements of each; reads no others."""
     field = cache.field(name)
     bounds = field.bounds(0, count).view(np.int64)
@@ -174,7 +174,7 @@ def read_beginnings(
     ends = starts + np.minimum(lengths, limit)
     # Rows up to one that is cut are contiguous.
     firsts = [0, *(np.flatnonzero(lengths > limit) + 1).tolist()]
-    rows: list[NDArray[Any]] = []
+    rows: list[NDArray[np.generic]] = []
     for first, end in zip(firsts, [*firsts[1:], count], strict=True):
         if first < end:
             flat = field.elements(int(starts[first]), int(ends[end - 1] - starts[first]))
@@ -183,7 +183,12 @@ def read_beginnings(
 
 
 def _decoded(
-    cache: TokenCache, number: int, tokens: int, ids: NDArray[Any], masked: NDArray[np.bool_], tokenizer: Tokenizer
+    cache: TokenCache,
+    number: int,
+    tokens: int,
+    ids: NDArray[np.generic],
+    masked: NDArray[np.bool_],
+    tokenizer: Tokenizer,
 ) -> DecodedRow:
     shown: list[int] = ids.tolist()
     _check_ids(shown, number, tokenizer, cache.path)

@@ -21,7 +21,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -220,7 +219,7 @@ class Tokenized:
         return round(rows * size), {name: round(rate * size) for name, rate in elements.items()}
 
 
-def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[Any] | None) -> Tokenized:
+def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[object] | None) -> Tokenized:
     """Tokenizes a sample of a recipe's sources in a separate process. Unusable records are skipped.
 
     Raises:

@@ -140,11 +140,11 @@ class TokenSeqDataset(Streamed):
         # Not stored: a native field cannot be pickled, the cache can.
         return _field_or_empty(self.cache, self.input_ids_key)
 
-    def starts(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    def starts(self, indices: Sequence[int] | NDArray[np.generic]) -> NDArray[np.int64]:
         """Offsets of windows, in elements: (n,) int64."""
         return self.cache.numbers(indices, self._length, "window") * self.seq_len
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int32]:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> NDArray[np.int32]:
         """Reads windows: (b, seq_len) int32, a copy.
 
         Raises:
@@ -154,7 +154,7 @@ class TokenSeqDataset(Streamed):
         windows: NDArray[np.int32] = self._read(indices, weights=False)[0]
         return windows
 
-    def weights(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
+    def weights(self, indices: Sequence[int] | NDArray[np.generic]) -> NDArray[np.float32]:
         """Reads the stored loss weights of windows: (b, seq_len) float32, a copy."""
         if self.loss_weights_key is None:
             raise NotStoredError("no loss weights: create the windows with loss_weights_key=", path=self.cache.path)
@@ -168,7 +168,12 @@ class TokenSeqDataset(Streamed):
         return window
 
     def _read(
-        self, indices: Sequence[int] | NDArray[Any], *, weights: bool, segments: bool = False, eos: int | None = None
+        self,
+        indices: Sequence[int] | NDArray[np.generic],
+        *,
+        weights: bool,
+        segments: bool = False,
+        eos: int | None = None,
     ) -> tuple[Any, Any, Any]:
         tokens = self._tokens
         if tokens is None:
@@ -219,7 +224,7 @@ class CausalLmDataset(Streamed):
     def __len__(self) -> int:
         return len(self.windows)
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> TokenBatch:
         """Returns examples; see :class:`TokenBatch`."""
         has_segments = self.block_cross_document_attention and self.eos_id is not None
         arrays = self.windows._read(indices, weights=True, segments=has_segments, eos=self.eos_id)
@@ -300,7 +305,7 @@ class _Packed(Streamed):
     def __len__(self) -> int:
         return len(self.pack_ranges)
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> TokenBatch:
         """Returns examples; see :class:`TokenBatch`.
 
         Raises:
@@ -450,7 +455,7 @@ class PrebuiltLmDataset(Streamed):
         *,
         input_ids_key: str | None = None,
         loss_weights_key: str | None = None,
-        loss_weight_transform: Callable[[NDArray[Any]], Any] | None = None,
+        loss_weight_transform: Callable[[NDArray[np.float32]], object] | None = None,
         eos_id: int | None = None,
         block_cross_document_attention: bool = True,
     ) -> None:
@@ -467,7 +472,7 @@ class PrebuiltLmDataset(Streamed):
     def __len__(self) -> int:
         return len(self.cache)
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> TokenBatch:
         """Returns examples; see :class:`TokenBatch`.
 
         Raises:
@@ -501,7 +506,7 @@ class PrebuiltLmDataset(Streamed):
             weights = np.where(weights != 0, row_weights.astype(np.float32, copy=False), np.float32(0))
         return TokenBatch(tokens, weights, segments)
 
-    def _transformed(self, weights: NDArray[Any]) -> NDArray[np.float32]:
+    def _transformed(self, weights: NDArray[np.generic]) -> NDArray[np.float32]:
         assert self.loss_weight_transform is not None
         row_weights = np.empty(weights.shape, np.float32)
         for i, row in enumerate(weights):

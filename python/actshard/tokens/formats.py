@@ -8,7 +8,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -16,8 +16,13 @@ from actshard._arguments import is_one_of
 from actshard._json import show
 from actshard.errors import ArgumentError, ArgumentTypeError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from _typeshed import DataclassInstance
+
 _Made = TypeVar("_Made")
-_NAMES: dict[Any, str] = {
+_NAMES: dict[object, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -28,7 +33,7 @@ _NAMES: dict[Any, str] = {
 }
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _fits(value: object, hint: Any) -> bool:
     """Whether a value has a type. A string is not a sequence, and a bool is not a number."""
     origin, args = get_origin(hint), get_args(hint)
     if hint is Any:
@@ -51,7 +56,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, hint)
 
 
-def _type_name(hint: Any) -> str:
+def _type_name(hint: object) -> str:
     """A type's name in error messages."""
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -66,11 +71,11 @@ def _type_name(hint: Any) -> str:
 
 
 @functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
+def _hints(cls: object) -> dict[str, object]:
     return get_type_hints(cls)
 
 
-def check_types(config: Any) -> None:
+def check_types(config: DataclassInstance) -> None:
     """Checks a dataclass's fields against their type annotations.
 
     Raises:
@@ -236,7 +241,7 @@ def of_levanter(config: Any, kinds: Mapping[str, type[Any]]) -> Any:
     return cls(**{name: value for name, value in values.items() if name in names})
 
 
-def as_format(row_format: FormatBase | Mapping[str, Any] | str | None) -> RowFormat:
+def as_format(row_format: FormatBase | Mapping[str, object] | str | None) -> RowFormat:
     """Returns a format from an instance, a name, the ``format:`` block of Levanter's YAML, or one of Levanter's format objects.
 
     Raises:
@@ -283,7 +288,7 @@ def within(where: str, make: Callable[[], _Made]) -> _Made:
         raise type(error)(f"{where}.{error.detail}") from error
 
 
-def known(options: Mapping[str, Any], names: list[str], where: str) -> dict[str, Any]:
+def known(options: Mapping[str, object], names: list[str], where: str) -> dict[str, Any]:
     """Returns the options if all are known. Otherwise raises an error that suggests the closest name."""
     for name in options:
         if name not in names:
@@ -291,7 +296,7 @@ def known(options: Mapping[str, Any], names: list[str], where: str) -> dict[str,
     return dict(options)
 
 
-def nearest(name: str, names: Any) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """`` (did you mean 'x'?)`` if a similar name exists; otherwise empty."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f" (did you mean '{close[0]}'?)" if close else ""

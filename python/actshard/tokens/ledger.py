@@ -251,7 +251,7 @@ def _by_shard(fields: Fields) -> dict[str, dict[str, int]]:
     return {name: _counts(counts_of_shard, "counts") for name, counts_of_shard in inner.items()}
 
 
-def _metadata(fields: Fields) -> dict[str, Any]:
+def _metadata(fields: Fields) -> dict[str, object]:
     value = fields.value.get("metadata", {})
     if not isinstance(value, dict):
         raise fields.error("metadata", "an object")

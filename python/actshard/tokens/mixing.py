@@ -38,11 +38,11 @@ class Permuted(Composed):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> dict[str, object]:
         """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`."""
         return {"order": short_digest(self.order.made_of), "dataset": recipe_of(self.dataset)}
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> Any:
         """The examples at these positions of the permuted order."""
         return self.dataset.get_batch(self.order(_arguments.members(indices, len(self), "example")))
 
@@ -58,11 +58,11 @@ class Sliced(Composed):
     def __len__(self) -> int:
         return self._length
 
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> dict[str, object]:
         """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`."""
         return {"start": self.start, "length": self._length, "dataset": recipe_of(self.dataset)}
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> Any:
         """Examples by index relative to ``start``."""
         return self.dataset.get_batch(np.asarray(_arguments.members(indices, self._length, "example")) + self.start)
 
@@ -95,7 +95,7 @@ class Mixture(Composed):
         weights: Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]],
         *,
         block_size: int = DEFAULT_MIXTURE_BLOCK,
-        key: int | Key | NDArray[Any] = 0,
+        key: int | Key | NDArray[np.generic] = 0,
         stop_strategy: str = "restart",
     ) -> None:
         _arguments.one_of(stop_strategy, STOP_STRATEGIES, "stop_strategy")
@@ -147,7 +147,7 @@ class Mixture(Composed):
             for weights, counts in zip(self._weights, self._counts, strict=True)
         ]
 
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> dict[str, object]:
         """Identifies the examples; see :func:`~actshard.tokens.stream.recipe_of`. Stages are numbers of examples per block."""
         stages = [
             [start, [[name, int(n)] for name, n in zip(self.names, counts, strict=True) if n]]
@@ -234,7 +234,7 @@ class Mixture(Composed):
             return None if len(finite_ends) < len(ends) else max(finite_ends) + 1
         return min(finite_ends) + 1 if finite_ends else None
 
-    def locate(self, indices: Sequence[int] | NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, indices: Sequence[int] | NDArray[np.generic]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Returns the dataset (its index in ``names``) and the example within it, for each index: two (n,) int64 arrays.
 
         Raises:
@@ -254,7 +254,7 @@ class Mixture(Composed):
             places %= np.array(self.lengths, np.int64)[datasets]
         return datasets, places
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> TokenBatch:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> TokenBatch:
         """Returns the examples at these indices, in the order given.
 
         Raises:
@@ -279,7 +279,7 @@ class Mixture(Composed):
         return TokenBatch.merged(parts, len(places))
 
 
-def _stages(weights: Any) -> list[tuple[int, Mapping[str, float]]]:
+def _stages(weights: object) -> list[tuple[int, Mapping[str, float]]]:
     """Normalizes weights to a list of stages: first example and weights."""
     if isinstance(weights, Mapping):
         weights = [(0, weights)]
@@ -309,7 +309,7 @@ def _checked_starts(starts: list[int], block_size: int) -> list[int]:
     return starts
 
 
-def _normalized(weights: Mapping[str, float], datasets: Mapping[str, Any]) -> dict[str, float]:
+def _normalized(weights: Mapping[str, float], datasets: Mapping[str, object]) -> dict[str, float]:
     for name, weight in weights.items():
         if name not in datasets and weight != 0:
             raise ArgumentError(f"weights: unknown dataset '{name}'; expected one of {', '.join(datasets)}")

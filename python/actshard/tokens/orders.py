@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,7 @@ DEFAULT_IO_BLOCK = 256
 DEFAULT_WINDOW_BLOCKS = 512
 
 
-def prng_key(seed: int | Sequence[int] | NDArray[Any]) -> Key:
+def prng_key(seed: int | Sequence[int] | NDArray[np.generic]) -> Key:
     """``jax.random.PRNGKey(seed)``. A key (two words) is returned unchanged."""
     if isinstance(seed, int | np.integer):
         if not -(1 << 63) <= int(seed) < 1 << 64:
@@ -72,7 +71,7 @@ class Permutation:
         self._native = _native.TokenOrder(*self.made_of)
         self._length = length
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return (Permutation, self.made_of)
 
     def of_epoch(self, epoch: int) -> Permutation:
@@ -85,7 +84,7 @@ class Permutation:
     def __len__(self) -> int:
         return self._length
 
-    def __call__(self, indices: Sequence[int] | NDArray[Any]) -> NDArray[np.int64]:
+    def __call__(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Maps indices: (n,) int64, a new array."""
         if isinstance(indices, np.ndarray) and indices.dtype == np.int64 and indices.flags.c_contiguous:
             return self._native.map(indices.reshape(-1))  # the native code checks the range
@@ -107,7 +106,7 @@ class Permutation:
 def permutation(
     kind: str,
     length: int,
-    key: int | Key | NDArray[Any] = 0,
+    key: int | Key | NDArray[np.generic] = 0,
     *,
     io_block_size: int = DEFAULT_IO_BLOCK,
     window_blocks: int = DEFAULT_WINDOW_BLOCKS,

@@ -20,7 +20,6 @@ import re
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from actshard._json import read_json
 from actshard.errors import ActshardError, ExistsError, FormatError, boundary
@@ -158,7 +157,7 @@ def _foreign_in_array(array: Path) -> Path | None:
     """
     if array.is_symlink() or not array.is_dir():
         return None  # only the link is removed, not its target
-    encoding: Any = None
+    encoding: object = None
     with suppress(ActshardError):
         metadata = read_json(array / "zarr.json")
         encoding = metadata.get("chunk_key_encoding") if isinstance(metadata, dict) else None
@@ -267,7 +266,7 @@ def _move(source: Path, out: Path, name: str) -> None:
     entry_path.rmdir()
 
 
-def read_state(work: Path) -> dict[str, Any]:
+def read_state(work: Path) -> dict[str, object]:
     """The state of an interrupted build; empty if it cannot be read."""
     try:
         state = read_json(work / STATE)

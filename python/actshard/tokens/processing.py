@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,12 @@ from actshard.tokens.columns import ColumnBlock
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, RowFormat, SupervisedFormat, TextFormat
 from actshard.tokens.sources import Record, RowProblem
 from actshard.tokens.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from numpy.typing import DTypeLike
+
 
 IDS = "input_ids"
 MASKS = "assistant_masks"
@@ -46,7 +52,7 @@ class Prepared:
 class RowsOfBatch:
     """A batch of rows: for each field all elements concatenated, and the number of elements of each row."""
 
-    elements: dict[str, NDArray[Any]]
+    elements: dict[str, NDArray[np.generic]]
     lengths: dict[str, NDArray[np.int64]]
     problems: list[RowProblem]
 
@@ -118,7 +124,7 @@ class Processor(ABC):
         """Builds flat arrays from a prepared batch and its token ids."""
         if prepared.rows is not None:
             return prepared.rows
-        flat: dict[str, list[NDArray[Any]]] = {name: [] for name in self.fields}
+        flat: dict[str, list[NDArray[np.generic]]] = {name: [] for name in self.fields}
         lengths: dict[str, list[int]] = {name: [] for name in self.fields}
         problems = list(prepared.problems)
         position = 0
@@ -137,13 +143,13 @@ class Processor(ABC):
         elements = {name: self._joined(values, self.fields[name]) for name, values in flat.items()}
         return RowsOfBatch(elements, {name: np.array(n, np.int64) for name, n in lengths.items()}, problems)
 
-    def _joined(self, values: list[NDArray[Any]], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _joined(self, values: list[NDArray[np.generic]], dtype: np.dtype[Any]) -> NDArray[np.generic]:
         if not values:
             return np.empty(0, dtype)
         return self._cast(np.concatenate(values), dtype)
 
     @staticmethod
-    def _cast(values: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _cast(values: NDArray[np.generic], dtype: np.dtype[Any]) -> NDArray[np.generic]:
         if dtype.kind in "iu" and values.size and values.dtype != dtype:
             low, high = int(values.min()), int(values.max())
             if low < np.iinfo(dtype).min or high > np.iinfo(dtype).max:
@@ -151,15 +157,15 @@ class Processor(ABC):
         return np.ascontiguousarray(values, dtype)
 
     @abstractmethod
-    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    def look(self, record: Mapping[str, object]) -> tuple[object, list[str]]:
         """Returns data to keep for a record, and the texts to encode."""
 
     @abstractmethod
-    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         """Returns the row of a record, from the data kept and the token ids of its texts."""
 
     @abstractmethod
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         """The ``preprocessor_metadata`` that Levanter would write."""
 
 
@@ -182,7 +188,7 @@ def _ids(token: int | None) -> NDArray[np.int64]:
     return np.array([] if token is None else [token], np.int64)
 
 
-def _text(record: Mapping[str, Any], key: str) -> str:
+def _text(record: Mapping[str, object], key: str) -> str:
     value = record.get(key, _ABSENT)
     if isinstance(value, str):
         _check_unicode(value, f"field '{key}'")
@@ -195,11 +201,11 @@ def _text(record: Mapping[str, Any], key: str) -> str:
 _ABSENT = object()
 
 
-def _keys(record: Mapping[str, Any]) -> str:
+def _keys(record: Mapping[str, object]) -> str:
     return ", ".join(f"'{key}'" for key in list(record)[:8]) or "no keys"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, default=str, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -207,7 +213,9 @@ def _short(value: Any) -> str:
 class TextProcessor(Processor):
     """``input_ids``: bos, the text, a space and eos."""
 
-    def __init__(self, format: TextFormat, tokenizer: Tokenizer, dtype: Any, *, eos: bool, bos: bool) -> None:
+    def __init__(
+        self, format: TextFormat, tokenizer: Tokenizer, dtype: DTypeLike | None, *, eos: bool, bos: bool
+    ) -> None:
         super().__init__(tokenizer)
         self.format = format
         self.columns = (format.text_key,)
@@ -218,19 +226,19 @@ class TextProcessor(Processor):
         self._tail = f" {tokenizer.eos_token}" if self._eos else ""
         self._if_missing = format.special_tokens == "if_missing"
 
-    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    def look(self, record: Mapping[str, object]) -> tuple[object, list[str]]:
         text = _text(record, self.format.text_key)
         if self._if_missing and self._eos and text.endswith(str(self._tokenizer.eos_token)):
             return None, [text]
         return None, [text + self._tail]
 
-    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         (ids,) = encoded
         if not self._head.size or (self._if_missing and np.array_equal(ids[:1], self._head)):
             return {IDS: ids}
         return {IDS: np.concatenate((self._head, ids))}
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         return {
             "tokenizer": self._tokenizer.name,
             "vocab_size": self._tokenizer.vocab_size,
@@ -245,7 +253,7 @@ class TextProcessor(Processor):
 class ChatProcessor(Processor):
     """``input_ids`` and ``assistant_masks`` of a conversation rendered by a chat template."""
 
-    def __init__(self, format: ChatFormat, tokenizer: Tokenizer, dtype: Any) -> None:
+    def __init__(self, format: ChatFormat, tokenizer: Tokenizer, dtype: DTypeLike | None) -> None:
         super().__init__(tokenizer)
         self.format = format
         columns = (format.messages_field, format.system_prompt, format.chat_template_kwargs)
@@ -264,7 +272,7 @@ class ChatProcessor(Processor):
         self.tells_time = "strftime_now" in template
         self._bos, self._eos = tokenizer.bos_token or "", tokenizer.eos_token or ""
 
-    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    def look(self, record: Mapping[str, object]) -> tuple[object, list[str]]:
         messages = self._messages(record)
         template, variables = self._template(record)
         try:
@@ -276,7 +284,7 @@ class ChatProcessor(Processor):
             return pieces, []
         return [is_generation for _, is_generation in pieces], [text for text, _ in pieces]
 
-    def _messages(self, record: Mapping[str, Any]) -> list[Any]:
+    def _messages(self, record: Mapping[str, object]) -> list[object]:
         key = self.format.messages_field
         if key not in record:
             raise _BadRecordError(f"expected the key '{key}', found {_keys(record)}")
@@ -299,7 +307,7 @@ class ChatProcessor(Processor):
             )
         return [{**system, "role": "system"}, *messages]
 
-    def _template(self, record: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    def _template(self, record: Mapping[str, object]) -> tuple[str, dict[str, object]]:
         key = self.format.chat_template_kwargs
         arguments = None if key is None else record.get(key)
         if arguments is None:
@@ -321,7 +329,7 @@ class ChatProcessor(Processor):
                 raise _BadRecordError(f"field '{key}': may not set '{name}', which is set automatically")
         return template, variables
 
-    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         if self.format.encoding == "whole":
             ids, masks = self._whole(needs)
         else:
@@ -348,7 +356,7 @@ class ChatProcessor(Processor):
             start = end
         return np.array(ids, np.int64), np.array(masks, np.int64)
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         return {
             "tokenizer": self._tokenizer.name,
             "vocab_size": self._tokenizer.vocab_size,
@@ -364,7 +372,7 @@ class PrebuiltProcessor(Processor):
 
     takes_blocks = True
 
-    def __init__(self, format: PrebuiltFormat, dtype: Any) -> None:
+    def __init__(self, format: PrebuiltFormat, dtype: DTypeLike | None) -> None:
         super().__init__(None)
         self.format = format
         self.fields = {format.input_ids_key: np.dtype(dtype or np.int32)}
@@ -391,11 +399,11 @@ class PrebuiltProcessor(Processor):
                 return None
         return RowsOfBatch(elements, dict(block.lengths), [])
 
-    def _fits(self, ids: NDArray[Any]) -> bool:
+    def _fits(self, ids: NDArray[np.generic]) -> bool:
         """Whether all ids are from 0 to the largest of the dtype."""
         return int(ids.min()) >= 0 and int(ids.max()) <= np.iinfo(self.fields[self.format.input_ids_key]).max
 
-    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    def look(self, record: Mapping[str, object]) -> tuple[object, list[str]]:
         ids = self._array(record, self.format.input_ids_key)
         if ids.size and ids.dtype.kind not in "iu":
             raise _BadRecordError(
@@ -408,7 +416,7 @@ class PrebuiltProcessor(Processor):
             raise _BadRecordError(
                 f"field '{self.format.input_ids_key}': expected ids from 0 to {limits.max}, found {wrong}"
             )
-        row: dict[str, Any] = {
+        row: dict[str, NDArray[np.generic]] = {
             self.format.input_ids_key: ids.astype(self.fields[self.format.input_ids_key], copy=False)
         }
         key = self.format.loss_weights_key
@@ -428,7 +436,7 @@ class PrebuiltProcessor(Processor):
         return row, []
 
     @staticmethod
-    def _array(record: Mapping[str, Any], key: str) -> NDArray[Any]:
+    def _array(record: Mapping[str, object], key: str) -> NDArray[np.generic]:
         if key not in record:
             raise _BadRecordError(f"expected the key '{key}', found {_keys(record)}")
         value = record[key]
@@ -446,17 +454,19 @@ class PrebuiltProcessor(Processor):
             raise _BadRecordError(f"field '{key}': expected numbers, found {_short(value)}")
         return array
 
-    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         return dict(needs)
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         return {"input_ids_key": self.format.input_ids_key, "loss_weights_key": self.format.loss_weights_key}
 
 
 class SupervisedProcessor(Processor):
     """``input_ids`` and ``loss_weights``: the weight is 1 where the next token belongs to the target."""
 
-    def __init__(self, format: SupervisedFormat, tokenizer: Tokenizer, dtype: Any, *, eos: bool, bos: bool) -> None:
+    def __init__(
+        self, format: SupervisedFormat, tokenizer: Tokenizer, dtype: DTypeLike | None, *, eos: bool, bos: bool
+    ) -> None:
         super().__init__(tokenizer)
         self.format = format
         self.columns = (format.input_key, format.target_key)
@@ -464,12 +474,12 @@ class SupervisedProcessor(Processor):
         self._bos = bos and tokenizer.bos_id is not None
         self._eos = eos and tokenizer.eos_token is not None
 
-    def look(self, record: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    def look(self, record: Mapping[str, object]) -> tuple[object, list[str]]:
         target = _text(record, self.format.target_key)
         tail = f" {self._tokenizer.eos_token}" if self._eos else ""
         return None, [_text(record, self.format.input_key), target + tail]
 
-    def make(self, needs: Any, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[Any]]:
+    def make(self, needs: object, encoded: list[NDArray[np.int64]]) -> dict[str, NDArray[np.generic]]:
         prompt, target = encoded
         head = _ids(self._tokenizer.bos_id if self._bos else None)
         ids = np.concatenate((head, prompt, target))
@@ -480,7 +490,7 @@ class SupervisedProcessor(Processor):
         weights[first:-1] = 1
         return {IDS: ids, WEIGHTS: weights}
 
-    def metadata(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, object]:
         return {
             "tokenizer": self._tokenizer.name,
             "vocab_size": self._tokenizer.vocab_size,
@@ -494,7 +504,7 @@ class SupervisedProcessor(Processor):
 def processor(
     format: RowFormat,
     tokenizer: Tokenizer | None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     *,
     enforce_eos: bool = True,
     enforce_bos: bool = True,
@@ -522,6 +532,6 @@ def processor_of(format: RowFormat, tokenizer: Tokenizer | None, options: Mappin
     )
 
 
-def raised(problem: RowProblem, path: Any) -> FormatError:
+def raised(problem: RowProblem, path: Path | None) -> FormatError:
     """The error of a problem, as users see it."""
     return problem.error(path)

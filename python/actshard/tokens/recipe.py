@@ -52,23 +52,23 @@ class Recipe:
     layout: str
     storage: str
     keep_shards: bool
-    fields: Mapping[str, np.dtype[Any]]
-    metadata: Mapping[str, Any]
+    fields: Mapping[str, np.dtype[np.generic]]
+    metadata: Mapping[str, object]
     tells_time: bool
 
     # -- identities ------------------------------------------------------------------------------------------------
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """Everything that affects rows. The tokenizer, which may have megabytes, is included as a digest."""
         return settings_of(self.format, self.tokenizer, self.options, skip=self.skip)
 
-    def identity(self, source: AnySource, now: Sequence[Any] | None) -> str:
+    def identity(self, source: AnySource, now: Sequence[object] | None) -> str:
         """Identifies a source's shard. ``now`` is the time passed to chat templates."""
         inputs = {"settings": self.settings, "source": source.identity(), "storage": self.shard_storage}
         return digest(inputs | {"now": now} if self.tells_time else inputs)
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Identifies a finished cache."""
         return {
             "settings": digest(self.settings),
@@ -166,7 +166,7 @@ class Recipe:
         rows: Mapping[str, int],
         counts: Mapping[str, Mapping[str, int]],
         skipped: Mapping[str, int],
-        now: Sequence[Any] | None,
+        now: Sequence[object] | None,
     ) -> Ledger:
         """The ledger of the finished cache.
 
@@ -176,7 +176,7 @@ class Recipe:
             skipped: number of unusable records by shard, without zeros.
             now: the time passed to chat templates.
         """
-        metadata: dict[str, Any] = {**self.whole(), "parts": self.parts}
+        metadata: dict[str, object] = {**self.whole(), "parts": self.parts}
         if skipped:
             metadata["skipped"] = dict(skipped)
         if self.tells_time and now is not None:
@@ -197,8 +197,8 @@ class Recipe:
 
 
 def settings_of(
-    format: RowFormat, tokenizer: str | None, options: Mapping[str, Any], *, skip: bool = False
-) -> dict[str, Any]:
+    format: RowFormat, tokenizer: str | None, options: Mapping[str, object], *, skip: bool = False
+) -> dict[str, object]:
     """Everything that affects rows, as JSON values; ``tokenizer`` is its digest."""
     return {"format": formats.as_dict(format), "tokenizer": tokenizer, **options, "skip": skip}
 
@@ -207,14 +207,14 @@ _OF_READING = ("pack", "mask_user_turns")
 """Fields of formats that do not affect rows."""
 
 
-def parts_of(format: RowFormat, tokenizer: str | None, options: Mapping[str, Any]) -> dict[str, str]:
+def parts_of(format: RowFormat, tokenizer: str | None, options: Mapping[str, object]) -> dict[str, str]:
     """A short digest of each part of a cache's settings: the tokenizer, fields of the format, options."""
     fields = {f"format.{name}": value for name, value in formats.as_dict(format).items() if name not in _OF_READING}
     return {name: digest(value)[:16] for name, value in {"tokenizer": tokenizer, **fields, **options}.items()}
 
 
 def settings_difference(
-    ledger: Ledger, parts: Mapping[str, str], metadata: Mapping[str, Any], settings: Mapping[str, Any]
+    ledger: Ledger, parts: Mapping[str, str], metadata: Mapping[str, object], settings: Mapping[str, object]
 ) -> str | None:
     """The difference between a finished cache's settings and these, as text; None if they are equal as far as the ledger shows.
 
@@ -252,7 +252,7 @@ def _has_digest(ledger: Ledger) -> bool:
     return "settings" in (ledger.actshard or {})
 
 
-def name_difference(ledger: Ledger, metadata: Mapping[str, Any]) -> str | None:
+def name_difference(ledger: Ledger, metadata: Mapping[str, object]) -> str | None:
     """The difference between the names of tokenizers, as text, of a cache without a digest; None if there is none."""
     name, expected = ledger.preprocessor.get("tokenizer"), metadata.get("tokenizer")
     if not ledger.preprocessor or _has_digest(ledger) or name == expected:
@@ -261,7 +261,7 @@ def name_difference(ledger: Ledger, metadata: Mapping[str, Any]) -> str | None:
 
 
 def shard_ledger(
-    name: str, rows: int, elements: Mapping[str, int], identity: str, skipped: int, metadata: Mapping[str, Any]
+    name: str, rows: int, elements: Mapping[str, int], identity: str, skipped: int, metadata: Mapping[str, object]
 ) -> Ledger:
     """The ledger of a shard.
 
@@ -273,7 +273,7 @@ def shard_ledger(
         skipped: number of unusable records.
         metadata: the preprocessing options.
     """
-    extra: dict[str, Any] = {"identity": identity}
+    extra: dict[str, object] = {"identity": identity}
     if skipped:
         extra["skipped"] = skipped
     return Ledger(
@@ -287,7 +287,7 @@ def shard_ledger(
     )
 
 
-def local_now(seconds: float | None = None) -> list[Any]:
+def local_now(seconds: float | None = None) -> list[object]:
     """A time (default: now) as a list for ``time.struct_time``, with name and offset of the zone, which templates may use."""
     local_time = time.localtime(seconds)
     return [*local_time, local_time.tm_zone, local_time.tm_gmtoff]
@@ -298,11 +298,11 @@ def takes_time(format: RowFormat) -> bool:
     return isinstance(format, ChatFormat)
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """32 hexadecimal digits of JSON values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -170,7 +170,7 @@ def write_rows(
 
 
 def complete_shard(
-    staged: Path, folder: Path, writers: FieldWriters, identity: str, skipped: int, metadata: dict[str, Any]
+    staged: Path, folder: Path, writers: FieldWriters, identity: str, skipped: int, metadata: dict[str, object]
 ) -> Ledger:
     """Makes a shard of written fields: adds its ledger, syncs it, and renames it to its path. Returns the ledger."""
     written = writers.finish()
@@ -251,7 +251,9 @@ def _encoded_ahead(
             yield ready, future.result()
 
 
-def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, options: dict[str, Any]) -> dict[str, Any]:
+def setup_as_dict(
+    format: formats.RowFormat, tokenizer: Tokenizer | None, options: dict[str, object]
+) -> dict[str, object]:
     """Settings shared by all tasks of a worker, as JSON."""
     return {
         "format": formats.as_dict(format),
@@ -260,7 +262,7 @@ def setup_as_dict(format: formats.RowFormat, tokenizer: Tokenizer | None, option
     }
 
 
-def task_as_dict(source: Source, piece: Sequence[int], task: Task) -> dict[str, Any]:
+def task_as_dict(source: Source, piece: Sequence[int], task: Task) -> dict[str, object]:
     """A task as JSON-compatible values, for another process. ``piece`` is of :func:`actshard.tokens.pieces.as_list`."""
     return {
         "piece": [0, *piece[1:]],

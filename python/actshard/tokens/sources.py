@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from actshard._json import interrupted, lines
 from actshard.errors import (
@@ -30,6 +30,9 @@ from actshard.errors import (
 from actshard.location import Location
 from actshard.tokens.columns import ColumnBlock, joined, of_arrow
 from actshard.tokens.patterns import matching
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 KINDS = (".jsonl", ".json", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
@@ -85,7 +88,7 @@ class Source:
     def _location(self) -> Location:
         return Location.at(self.path)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Identifies the file and its version: path, size and modification time."""
         stat = self._location.stat("read") if self.version is None else None
         size, modified = (stat.size, stat.modified) if stat is not None else self.version or (0, 0)
@@ -170,7 +173,7 @@ class RowSource:
     """
 
     shard: str
-    begin: Callable[[], Iterable[Mapping[str, Any]]] = field(compare=False)
+    begin: Callable[[], Iterable[Mapping[str, object]]] = field(compare=False)
     told: str = ""
     what: str = "row"
     path: Path | None = None
@@ -179,7 +182,7 @@ class RowSource:
         """Unknown, hence 0."""
         return 0
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Identifies the records."""
         return {"rows": self.told or self.shard}
 
@@ -201,7 +204,7 @@ AnySource = Source | RowSource
 class Watched(io.RawIOBase):
     """A file that reports the number of bytes read."""
 
-    def __init__(self, raw: Any, tell: Callable[[int], object] | None) -> None:
+    def __init__(self, raw: io.RawIOBase | io.BufferedIOBase, tell: Callable[[int], object] | None) -> None:
         self._raw = raw
         self._tell = tell
 
@@ -241,9 +244,9 @@ def compression(path: Path) -> str | None:
     return COMPRESSIONS.get(path.suffix.lower())
 
 
-def inflated(raw: io.RawIOBase | io.BytesIO, path: Path) -> Any:
+def inflated(raw: io.RawIOBase | io.BufferedIOBase, path: Path) -> Any:
     """A stream of a file's decompressed bytes."""
-    buffered: Any = io.BufferedReader(raw, 1 << 18)
+    buffered: io.BufferedReader = io.BufferedReader(raw, 1 << 18)
     how = compression(path)
     if how is not None and not buffered.peek(1):  # a copy that failed; gzip's reader would return no lines
         raise EOFError("the file has no bytes")
@@ -293,7 +296,7 @@ class _Streams(io.RawIOBase):
 class _Zstd(io.RawIOBase):
     """pyarrow's decompressor as a Python file. Corrupt data raises EOFError."""
 
-    def __init__(self, raw: Any, path: Path) -> None:
+    def __init__(self, raw: io.RawIOBase | io.BufferedIOBase, path: Path) -> None:
         import pyarrow as pa
 
         self._path = path
@@ -318,7 +321,7 @@ class _Zstd(io.RawIOBase):
         return len(data)
 
 
-def _is_array(stream: Any) -> bool:
+def _is_array(stream: io.BufferedReader) -> bool:
     """Whether a ``.json`` file is one value rather than JSON lines. Levanter decides by the first two bytes, too."""
     first = stream.peek(2)[:2] if hasattr(stream, "peek") else b""
     return first[:1] == b"[" or first in (b"{\n", b"{\r")
@@ -337,7 +340,7 @@ def _array(stream: IO[bytes], path: Path) -> Iterator[Record]:
         yield number, record if isinstance(record, dict) else _no_object(number, record, "element")
 
 
-def _no_object(number: int, value: Any, what: str) -> RowProblem:
+def _no_object(number: int, value: object, what: str) -> RowProblem:
     return RowProblem(number, f"expected an object, found {str(value)[:60]!r}", what)
 
 
@@ -385,7 +388,7 @@ def _share_of(size: int, tell: Callable[[int], object] | None) -> Callable[[int,
 
 
 def parquet_rows(
-    file: Any,
+    file: pa.NativeFile,
     columns: Sequence[str],
     path: Path,
     share: Callable[[int, int], object] | None = None,
@@ -423,7 +426,7 @@ def parquet_rows(
         raise from_reader(error, path, "read", f"pyarrow cannot read this Parquet file: {error}") from error
 
 
-def expand(sources: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
+def expand(sources: str | os.PathLike[str] | Iterable[object]) -> list[AnySource]:
     """Expands paths and globs (``*``, ``?``, ``**``, ``{a,b}``) to sources, in the order given. Each file is one shard.
 
     Raises:
@@ -432,7 +435,7 @@ def expand(sources: str | os.PathLike[str] | Iterable[Any]) -> list[AnySource]:
     """
     if not isinstance(sources, str | os.PathLike | RowSource | Iterable):
         raise ArgumentTypeError(f"sources: expected paths or RowSources, found {type(sources).__name__}")
-    items: Iterable[Any] = [sources] if isinstance(sources, str | os.PathLike | RowSource) else sources
+    items: Iterable[object] = [sources] if isinstance(sources, str | os.PathLike | RowSource) else sources
     paths: list[str] = []
     row_sources: list[RowSource] = []
     for item in items:

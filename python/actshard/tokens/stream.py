@@ -42,7 +42,7 @@ class Examples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def get_batch(self, indices: Sequence[int] | NDArray[Any]) -> Any:
+    def get_batch(self, indices: Sequence[int] | NDArray[np.generic]) -> Any:
         """Returns the examples at these indices."""
 
 
@@ -95,7 +95,7 @@ class Composed(Streamed, ABC):
     """A dataset of other datasets' examples."""
 
     @abstractmethod
-    def recipe(self) -> dict[str, Any]:
+    def recipe(self) -> dict[str, object]:
         """Identifies the examples, as JSON values; see :func:`recipe_of`."""
 
 
@@ -267,14 +267,14 @@ class TokenStream(Epochs[Any]):
     def _ready(self) -> None:
         self._dataset_recipe()
 
-    def _loop(self, first: int, every: int, buffers: list[Any] | None) -> _TokenLoop:
+    def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> _TokenLoop:
         assert buffers is None, "batches of tokens are new arrays"
         return _TokenLoop(self, first, every)
 
-    def _settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, object]:
         return self._settings_at(0)
 
-    def _settings_at(self, batch: int) -> dict[str, Any]:
+    def _settings_at(self, batch: int) -> dict[str, object]:
         """Settings that determine the examples before a batch. Their division among ranks is not one of them."""
         shuffle, recipe = None, self._dataset_recipe()
         if self._order is not None:
@@ -291,7 +291,7 @@ class TokenStream(Epochs[Any]):
             "drop_last": self.drop_last,
         }
 
-    def _translated(self, saved: dict[str, Any], batch: int) -> dict[str, Any]:
+    def _translated(self, saved: dict[str, object], batch: int) -> dict[str, object]:
         batch_size, world_size = saved.get("batch_size"), saved.get("world_size")
         if type(batch_size) is not int or type(world_size) is not int:
             return saved
@@ -301,7 +301,7 @@ class TokenStream(Epochs[Any]):
         read = self._begin_of(batch, world_size)  # if the batches are as large as this stream's, which is compared, too
         return {**same, "examples_per_batch": batch_size * world_size, "examples_read": read}
 
-    def _added(self, saved: dict[str, Any]) -> set[str]:
+    def _added(self, saved: dict[str, object]) -> set[str]:
         return {"dataset"} - saved.keys()
 
 
@@ -357,7 +357,7 @@ def _digest_of_some(dataset: Any) -> hashlib._Hash:
     return digest
 
 
-def short_digest(value: Any) -> str:
+def short_digest(value: object) -> str:
     """16 hexadecimal digits of JSON values."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
@@ -377,7 +377,7 @@ def arrays(batch: Any) -> dict[str, NDArray[Any]]:
     if isinstance(batch, np.ndarray):
         return {"tokens": batch}
     if callable(method := getattr(batch, "arrays", None)):
-        arrays_by_name: dict[str, NDArray[Any]] = method()
+        arrays_by_name: dict[str, NDArray[np.generic]] = method()
         return arrays_by_name
     if dataclasses.is_dataclass(batch):
         attributes = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}

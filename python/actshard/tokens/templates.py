@@ -6,10 +6,13 @@ import functools
 import re
 import secrets
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from actshard.errors import FormatError, MissingExtraError
+
+if TYPE_CHECKING:
+    import jinja2
 
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """Detects whether a template marks assistant text. A plain search, as in Levanter."""
@@ -29,7 +32,7 @@ class TemplateProblemError(Exception):
 class Message(dict[str, Any]):
     """A message: ``m.content`` equals ``m['content']``. Absent ``reasoning_content`` and ``tool_calls`` read as None."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name in self:
             return self[name]
         if name in _NONE_IF_ABSENT:
@@ -38,7 +41,7 @@ class Message(dict[str, Any]):
 
 
 @functools.lru_cache(maxsize=1)
-def _environment() -> Any:
+def _environment() -> jinja2.Environment:
     try:
         import jinja2
         from jinja2 import nodes, sandbox
@@ -52,12 +55,12 @@ def _environment() -> Any:
 
         tags = {"generation"}  # noqa: RUF012 -- declared this way by jinja2
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: jinja2.parser.Parser) -> object:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
-        def marked(self, caller: Any) -> str:
+        def marked(self, caller: Callable[[], str]) -> str:
             return f"{_BEGIN}{caller()}{_END}"
 
     def raise_exception(message: str) -> None:
@@ -71,7 +74,7 @@ def _environment() -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(template: str) -> Any:
+def _compiled(template: str) -> jinja2.Template:
     import jinja2
 
     try:
@@ -96,7 +99,7 @@ def render(
     messages: Sequence[Any],
     bos_token: str,
     eos_token: str,
-    variables: Mapping[str, Any],
+    variables: Mapping[str, object],
     now: time.struct_time | None = None,
 ) -> list[tuple[str, bool]]:
     """Renders a conversation. Returns non-empty pieces of text in order, each with whether it is the assistant's.

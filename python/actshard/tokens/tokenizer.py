@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,9 @@ from actshard._arguments import is_file_url, local_path
 from actshard._json import read_json, show
 from actshard.errors import ArgumentError, FormatError, MissingExtraError, MissingFileError, boundary, warn
 from actshard.location import Location
+
+if TYPE_CHECKING:
+    import tokenizers
 
 PASSTHROUGH = "passthrough"
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -49,7 +52,7 @@ class Tokenizer:
     bos_id: int | None = None
     eos_id: int | None = None
     chat_template: str | None = None
-    backend: Any = field(default=None, repr=False, compare=False)
+    backend: tokenizers.Tokenizer | None = field(default=None, repr=False, compare=False)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, without adding special tokens. Texts are encoded in parallel."""
@@ -146,7 +149,7 @@ def _library() -> Any:
 
 
 def load_tokenizer(
-    tokenizer: Any,
+    tokenizer: object,
     *,
     vocab_size: int | None = None,
     bos_token: str | None = None,
@@ -179,11 +182,12 @@ def load_tokenizer(
             token_id = None if loaded.backend is None else loaded.backend.token_to_id(token)
             if token_id is None:
                 raise ArgumentError(f"{name}_token: {loaded.name} has no token {token!r}")
-            loaded = replace(loaded, **{f"{name}_token": token, f"{name}_id": token_id})
+            fields: dict[str, Any] = {f"{name}_token": token, f"{name}_id": token_id}
+            loaded = replace(loaded, **fields)
     return loaded
 
 
-def shared_tokenizer(tokenizer: Any) -> Tokenizer:
+def shared_tokenizer(tokenizer: object) -> Tokenizer:
     """As :func:`load_tokenizer`, but this process reads unchanged files once.
 
     For builds and plans, which neither change the library's object nor return it: a change by one caller would be one for all.
@@ -233,7 +237,7 @@ def _load(tokenizer: Any, vocab_size: int | None, *, needs_template: bool) -> To
     if backend is not None:  # transformers
         bos, eos = tokenizer.bos_token, tokenizer.eos_token
         return _new_tokenizer(backend, str(tokenizer.name_or_path), bos, eos, getattr(tokenizer, "chat_template", None))
-    inner = getattr(tokenizer, "_tokenizer", None)
+    inner: Any = getattr(tokenizer, "_tokenizer", None)
     if hasattr(inner, "token_to_id") and hasattr(tokenizer, "name_or_path"):  # Levanter's
         template = getattr(tokenizer, "chat_template", None)
         return _new_tokenizer(inner, str(tokenizer.name_or_path), tokenizer.bos_token, tokenizer.eos_token, template)
@@ -286,7 +290,7 @@ def _read_files(name: str, file: Path, *, needs_template: bool) -> Tokenizer:
     return _new_tokenizer(backend, name, _token(config, "bos_token"), _token(config, "eos_token"), template)
 
 
-def _token(config: dict[str, Any], name: str) -> str | None:
+def _token(config: dict[str, object], name: str) -> str | None:
     value = config.get(name)
     content = value.get("content") if isinstance(value, dict) else value
     return content if isinstance(content, str) else None
@@ -302,7 +306,9 @@ def _warn_of_truncation(tokenizer: Tokenizer) -> None:
         )
 
 
-def _new_tokenizer(backend: Any, name: str, bos: str | None, eos: str | None, template: Any) -> Tokenizer:
+def _new_tokenizer(
+    backend: tokenizers.Tokenizer, name: str, bos: str | None, eos: str | None, template: object
+) -> Tokenizer:
     if backend.padding is not None:  # rows would depend on their batch
         backend = _library().from_str(backend.to_str())
         backend.no_padding()

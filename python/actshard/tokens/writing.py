@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -34,6 +34,9 @@ from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing
 from actshard.tokens.ledger import OURS, Ledger
 from actshard.work import Lock, locked, remove, sync_folders, sync_tree
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
 
 STORAGES = ("plain", "lz4")
 WRITE_HERE = "Write the cache to a local folder, then copy it."
@@ -118,13 +121,13 @@ class FieldWriters:
         )
 
 
-def _field_dtype(name: str, dtype: Any) -> np.dtype[Any]:
+def _field_dtype(name: str, dtype: DTypeLike) -> np.dtype[Any]:
     field_dtype = numpy_type(dtype, f"field '{name}': ")
     _native_name(field_dtype)
     return field_dtype
 
 
-def _native_name(dtype: np.dtype[Any]) -> str:
+def _native_name(dtype: np.dtype[np.generic]) -> str:
     if dtype.kind not in "iuf":
         raise DtypeError(f"expected an integer or float dtype, found {dtype}")
     return native_dtype(dtype)[1]
@@ -156,7 +159,7 @@ class CacheWriter:
         fields: Mapping[str, DTypeLike],
         *,
         storage: str = "plain",
-        metadata: Mapping[str, Any] | None = None,
+        metadata: Mapping[str, object] | None = None,
         overwrite: bool = False,
     ) -> None:
         self.path = local_path(path, remedy=WRITE_HERE)
@@ -219,7 +222,7 @@ class CacheWriter:
         if self._whole is not None:
             raise ClosedError("the cache is complete but not in place; call close() again, or abort()", path=self.path)
 
-    def append(self, rows: Sequence[Mapping[str, Any]] | Iterable[Mapping[str, Any]]) -> None:
+    def append(self, rows: Sequence[Mapping[str, object]] | Iterable[Mapping[str, object]]) -> None:
         """Appends rows: one dict per row, with an array or list for every field.
 
         Raises:
@@ -254,7 +257,9 @@ class CacheWriter:
             pieces[name] = (flat, lengths, shapes)
         self._put(axes_by_field, pieces)
 
-    def append_flat(self, elements: Mapping[str, NDArray[Any]], lengths: Mapping[str, Any] | NDArray[Any]) -> None:
+    def append_flat(
+        self, elements: Mapping[str, NDArray[np.generic]], lengths: Mapping[str, ArrayLike] | ArrayLike
+    ) -> None:
         """Appends rows from concatenated arrays.
 
         Args:
@@ -291,7 +296,11 @@ class CacheWriter:
             pieces[name] = (self._cast(values, name).reshape(-1), counts, _NO_SHAPES)
         self._put(axes_by_field, pieces)
 
-    def _put(self, axes: dict[str, int], pieces: Mapping[str, tuple[Any, Any, Any]]) -> None:
+    def _put(
+        self,
+        axes: dict[str, int],
+        pieces: Mapping[str, tuple[NDArray[np.generic], NDArray[np.int64], NDArray[np.int64]]],
+    ) -> None:
         """Writes checked rows. A failure here leaves fields of different lengths, so the writer refuses further writes."""
         if self._writers is None:
             self._writers = self._start_writers(axes)
@@ -333,7 +342,7 @@ class CacheWriter:
             self._unstage()
             raise
 
-    def _array(self, row: Mapping[str, Any], name: str, i: int) -> NDArray[Any]:
+    def _array(self, row: Mapping[str, object], name: str, i: int) -> NDArray[np.generic]:
         try:
             value = row[name]
         except KeyError:
@@ -342,7 +351,7 @@ class CacheWriter:
         return array if array.dtype == self._fields[name] else self._cast(array, name)
 
     @staticmethod
-    def _asarray(value: Any, what: str) -> NDArray[Any]:
+    def _asarray(value: object, what: str) -> NDArray[np.generic]:
         if type(value) is np.ndarray:
             return value
         try:
@@ -350,7 +359,7 @@ class CacheWriter:
         except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(f"{what}: expected an array of numbers: {error}") from error
 
-    def _cast(self, values: NDArray[Any], name: str) -> NDArray[Any]:
+    def _cast(self, values: NDArray[Any], name: str) -> NDArray[np.generic]:
         dtype = self._fields[name]
         if values.dtype == dtype or not values.size:
             return values.astype(dtype, copy=False)
@@ -446,7 +455,7 @@ class CacheWriter:
             self.abort()
 
 
-def _counts(lengths: Any, name: str) -> NDArray[np.int64]:
+def _counts(lengths: Mapping[str, ArrayLike] | ArrayLike, name: str) -> NDArray[np.int64]:
     if isinstance(lengths, Mapping) and name not in lengths:
         raise ArgumentError(
             f"lengths: expected an entry for field '{name}', found {', '.join(map(str, lengths)) or 'none'}"

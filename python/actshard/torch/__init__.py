@@ -32,6 +32,8 @@ from actshard.torch._device import DeviceStream, to_device
 from actshard.torch._tensors import data, dtype_of, stream_of, tensor, tensors, torch
 
 if TYPE_CHECKING:
+    from torch.utils.data._utils.worker import WorkerInfo
+
     from actshard.store import Store
 
 __all__ = [
@@ -72,7 +74,7 @@ def pinned(stream: Stream, count: int = 3) -> list[torch.Tensor]:
         raise UnsupportedError(f"cannot pin memory on this machine: {str(error).splitlines()[0]}") from error
 
 
-def batches(stream: Epochs[Any]) -> Iterator[dict[str, Any]]:
+def batches(stream: Epochs[object]) -> Iterator[dict[str, Any]]:
     """Yields the rest of a stream's epoch as dicts of tensors."""
     return (tensors(batch) for batch in stream_of(stream))
 
@@ -81,7 +83,7 @@ class _LoaderBatch(dict[str, Any]):
     """A whole batch. The class lets a loader refuse to collate batches, which would add a dimension to each array."""
 
 
-def _refuse(*_: Any, **__: Any) -> Any:
+def _refuse(*_: object, **__: object) -> object:
     raise ArgumentError(
         "DataLoader: expected batch_size=None, because actshard.torch.IterableDataset yields whole batches; set their size in "
         "store.stream(layer, batch_size)"
@@ -102,7 +104,7 @@ class IterableDataset(data.IterableDataset):
     ``state_dict`` and ``load_state_dict`` implement the protocol of torchdata's ``StatefulDataLoader``.
     """
 
-    def __init__(self, stream: Epochs[Any]) -> None:
+    def __init__(self, stream: Epochs[object]) -> None:
         super().__init__()
         self.stream = stream_of(stream)
         # Shared with all workers, forked or spawned: the next epoch, the token of the current set of workers, the number of
@@ -127,12 +129,12 @@ class IterableDataset(data.IterableDataset):
     def __len__(self) -> int:
         return len(self.stream)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         # A spawned worker starts at the beginning of the epoch, as a forked one does, unless a state was loaded.
         stream = self.stream
         return {**self.__dict__, "stream": stream if stream.resumes else stream.afresh()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.stream._elsewhere = self._read_by_workers
 
@@ -158,7 +160,7 @@ class IterableDataset(data.IterableDataset):
             yield _LoaderBatch(tensors(batch, copy=copies))
         self._now = {"epoch": position["epoch"] + 1, "next": first}
 
-    def _agree(self, worker: Any, epoch: int | None) -> int:
+    def _agree(self, worker: WorkerInfo, epoch: int | None) -> int:
         """Returns the epoch of this pass, the same in all workers.
 
         Args:
@@ -315,7 +317,7 @@ class TokenDataset(data.Dataset):
         return items
 
 
-def collate(items: Any) -> Any:
+def collate(items: object) -> Any:
     """Collate function for ``DataLoader(collate_fn=)``: returns the batch that :meth:`Dataset.__getitems__` read.
 
     Anything else goes to torch's ``default_collate``.

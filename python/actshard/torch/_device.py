@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -40,7 +40,7 @@ class CopyEvent(Protocol):
 class CopyBackend(Protocol):
     """Copies to a device that continue after the call that starts them."""
 
-    def pin(self, size: int) -> Any:
+    def pin(self, size: int) -> torch.Tensor:
         """A uint8 tensor of ``size`` bytes on the host that copies can read."""
 
     def send(self, batch: Tensors) -> tuple[Tensors, CopyEvent]:
@@ -85,7 +85,7 @@ class CudaCopies:
                 value.record_stream(current)
 
 
-def _sent(value: Any, device: torch.device, **options: bool) -> Any:
+def _sent(value: object, device: torch.device, **options: bool) -> torch.Tensor:
     """A tensor on the device; a list of layer names as it is."""
     return value.to(device, **options) if isinstance(value, torch.Tensor) else value
 
@@ -101,7 +101,7 @@ class HostSlot:
 
     number: int
     rows: Any = None
-    others: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def hold(self, batch: Any, backend: CopyBackend) -> Tensors:
         """The batch as tensors in pinned memory."""
@@ -144,11 +144,11 @@ class DeviceStream:
         depth: number of pinned buffers.
     """
 
-    def __init__(self, stream: Epochs[Any], device: torch.device, depth: int, backend: CopyBackend | None) -> None:
+    def __init__(self, stream: Epochs[object], device: torch.device, depth: int, backend: CopyBackend | None) -> None:
         self.stream, self.device, self.depth = stream, device, depth
         self._backend = backend
         self._slots: list[HostSlot] = []
-        self._live: Any = lambda: None
+        self._live: Callable[[], DeviceLoop | None] = lambda: None
 
     def __len__(self) -> int:
         return len(self.stream)
@@ -324,7 +324,11 @@ def _check_copies(device: torch.device) -> None:
 
 
 def to_device(
-    stream: Epochs[Any], device: Any = "cuda", depth: int = 3, *, _backend: CopyBackend | None = None
+    stream: Epochs[object],
+    device: str | int | torch.device = "cuda",
+    depth: int = 3,
+    *,
+    _backend: CopyBackend | None = None,
 ) -> DeviceStream:
     """Batches of a stream on a device, copied while the device computes.
 

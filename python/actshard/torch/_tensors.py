@@ -23,7 +23,7 @@ except ImportError as error:
 __all__ = ["data", "dtype_of", "stream_of", "tensor", "tensors", "torch"]
 
 
-def tensor(array: NDArray[Any]) -> torch.Tensor:
+def tensor(array: NDArray[np.generic]) -> torch.Tensor:
     """Returns a tensor that shares the array's memory, also for bfloat16 and float8.
 
     Read-only arrays are copied, because torch has no read-only tensors.
@@ -70,7 +70,7 @@ def tensors(batch: Any, *, copy: bool = False) -> dict[str, Any]:
     return batch_tensors
 
 
-def stream_of(stream: Any) -> Epochs[Any]:
+def stream_of(stream: object) -> Epochs[object]:
     """The argument, if it is a stream of activations or of tokens."""
     if not isinstance(stream, Epochs):
         raise ArgumentTypeError(
@@ -80,7 +80,7 @@ def stream_of(stream: Any) -> Epochs[Any]:
     return stream
 
 
-def dtype_of(dtype: np.dtype[Any]) -> torch.dtype:
+def dtype_of(dtype: np.dtype[np.generic]) -> torch.dtype:
     """torch's dtype of the same name."""
     torch_dtype = getattr(torch, dtype.name, None)
     if not isinstance(torch_dtype, torch.dtype):

@@ -11,7 +11,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from actshard import _arguments, formats
 from actshard.codes import findings
@@ -55,9 +55,9 @@ def verify(
     format: str | None = None,
     deep: bool = False,
     progress: Callable[[str, int, int], object] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
-    layout: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+    layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
 ) -> Report:
     """Checks a dataset against all rules of its format, and with ``deep`` also every value. Columns of the first examples are read.
 
@@ -121,10 +121,10 @@ def of_path(
     format: str | None,
     *,
     deep: bool,
-    layout: Any = None,
+    layout: object | None = None,
     progress: Callable[[str, int, int], object] | None = None,
     store: Store | None = None,
-    remote: tuple[Any, Any] = (None, None),
+    remote: tuple[Mapping[str, object] | None, str | os.PathLike[str] | int | bool | None] = (None, None),
     values: Values | None = None,
 ) -> Report:
     """:func:`verify` of a path. ``values`` replaces the check of every value, and is called if that check is due. Internal."""
@@ -152,7 +152,7 @@ def check_format(format: str | None) -> None:
         _arguments.one_of(format, (*formats.names(), *formats.of_tokens()), "format")
 
 
-def format_for_layout(root: Location, format: str | None, layout: Any) -> str | None:
+def format_for_layout(root: Location, format: str | None, layout: object) -> str | None:
     """Returns the format that takes a ``layout=`` argument; None if it cannot be detected. Internal.
 
     Raises:
@@ -169,7 +169,7 @@ def format_for_layout(root: Location, format: str | None, layout: Any) -> str | 
     return format_name
 
 
-def _describes(layout: Any) -> bool:
+def _describes(layout: object) -> bool:
     return layout is not None and not names_layers(layout)
 
 

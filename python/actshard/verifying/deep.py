@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,9 @@ from actshard.request import RECORD, Digest, Request, checksum, joined_digests
 from actshard.store import Store
 from actshard.work import is_below
 
+if TYPE_CHECKING:
+    from actshard.formats.format import Tell
+
 _FEW = 8
 PLACES = 16
 """Maximum number of positions that a scan records for each kind of problem."""
@@ -33,13 +36,13 @@ _NARROWER = {
 A smaller range does not show in trailing bits; float16 is not listed, because its range is much smaller."""
 
 
-def check_values(store: Store, report: Report, tell: Any) -> None:
+def check_values(store: Store, report: Report, tell: Tell) -> None:
     """Reads every row once, layer by layer, and adds findings to the report."""
     add_findings(store, (scan(store, layer, tell) for layer in store.layers), report)
 
 
 def scan(
-    store: Store, layer: Layer, tell: Any, examples: tuple[int, int] | None = None, wide: bool | None = None
+    store: Store, layer: Layer, tell: Tell, examples: tuple[int, int] | None = None, wide: bool | None = None
 ) -> dict[str, Any] | ActshardError:
     """Scans a layer, or some of its examples. Returns the scan, or the error. ``wide``: stored types differ; None: check this."""
     group = store.group_of(layer)
@@ -160,7 +163,7 @@ def _compare_files(location: Location, checksums: Mapping[str, str], report: Rep
                 report.add("other-file", file, content, f"the bytes that were written (CRC-32 {expected})")
 
 
-def _tell(tell: Any, number: int, total: int, rows: int) -> None:
+def _tell(tell: Tell, number: int, total: int, rows: int) -> None:
     tell("layers", number, total)
 
 

@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import replace
 from io import BufferedWriter
 from pathlib import Path
-from typing import Any
 
 import actshard._native as _native
 from actshard.errors import (
@@ -36,12 +35,12 @@ _COMPARED_AT_ONCE = 1 << 20
 """Bytes of each file in memory."""
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+def write_json(path: Path, value: object, indent: int | None = 2) -> None:
     """Writes a JSON file atomically: under a temporary name, then renamed."""
     write_bytes(path, as_json(value, indent))
 
 
-def write_json_at_once(path: Path, value: Any, indent: int | None = 2) -> None:
+def write_json_at_once(path: Path, value: object, indent: int | None = 2) -> None:
     """As :func:`write_json`, for a file that several processes may write at the same time: temporary names are unique."""
     write_bytes_at_once(path, as_json(value, indent))
 
@@ -63,7 +62,7 @@ def write_bytes_at_once(path: Path, data: bytes) -> None:
     sync_folders([path.parent])
 
 
-def as_json(value: Any, indent: int | None = 2) -> bytes:
+def as_json(value: object, indent: int | None = 2) -> bytes:
     """Returns the bytes that :func:`write_json` writes."""
     try:
         return json.dumps(value, indent=indent, ensure_ascii=False).encode()

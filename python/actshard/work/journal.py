@@ -77,7 +77,7 @@ class Journal:
         """Whether the folder contains a journal."""
         return self.path.is_file()
 
-    def begin_with(self, config: dict[str, Any], request: Request) -> None:
+    def begin_with(self, config: dict[str, object], request: Request) -> None:
         """Starts a journal. The caller holds the lock."""
         self._valid = 0
         self.config, self.request = config, request
@@ -138,7 +138,7 @@ class Journal:
                 self.commits.append(record)
             self._valid += len(line)
 
-    def _sizes(self, number: int, files: Any) -> dict[str, int]:
+    def _sizes(self, number: int, files: object) -> dict[str, int]:
         """Raises FormatError unless a line has the sizes of files below the dataset's folder."""
         if not isinstance(files, dict) or not all(
             is_below(name) and type(size) is int and size >= 0 for name, size in files.items()
@@ -151,7 +151,7 @@ class Journal:
             )
         return files
 
-    def _check(self, number: int, record: dict[str, Any]) -> None:
+    def _check(self, number: int, record: dict[str, object]) -> None:
         """Raises FormatError unless a line is a valid commit with at least as many examples as the one before."""
         digests_in(Fields(record, self.path, f"line {number}"))
         examples, table, overflows = record.get("examples"), record.get("table"), record.get("overflows")
@@ -238,7 +238,7 @@ class Journal:
         self.path = self.folder / JOURNAL
         self.lock.path = self.folder / self.lock.path.name
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, record: dict[str, object]) -> None:
         line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
         is_new = not self.path.exists()
         try:

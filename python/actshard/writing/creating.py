@@ -22,7 +22,7 @@ from actshard.work import PARTS
 from actshard.writing.existing import creation_record
 from actshard.writing.writer import Writer
 
-_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _AROUND = 10
 """Levels of nesting in which a metadata file may place the user's values."""
 
@@ -39,19 +39,19 @@ def make_target(
     layers: Sequence[Layer],
     d_model: int,
     dtype: DTypeLike | None,
-    metadata: Mapping[str, Any] | None,
+    metadata: Mapping[str, object] | None,
     num_examples: int | None,
     tokens_per_example: int | None,
     shard_bytes: int | str | None,
     part: tuple[int, int] | None,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     created: int | None = None,
     whole: int | None = None,
 ) -> Target:
     """Checks the arguments of :func:`create` and returns the format's target. ``created``, ``whole``: see :class:`Spec`."""
     _arguments.one_of(format, formats.written(), "format")
     root = _arguments.local_path(path)
-    plain: dict[str, dict[str, Any]] = {}
+    plain: dict[str, dict[str, object]] = {}
     for name, mapping in (("metadata", {} if metadata is None else metadata), ("options", options)):
         try:
             # Normalised through JSON (tuples become lists), because resume compares them with values read back.
@@ -103,7 +103,7 @@ def make_target(
     return formats.get(format).target()(spec)
 
 
-def _as_json(value: dict[str, Any]) -> dict[str, Any]:
+def _as_json(value: dict[str, object]) -> dict[str, object]:
     """Returns the value as read back from a metadata file. Raises for NaN, infinities and nesting that readers refuse."""
     text = "[" * _AROUND + json.dumps(value, allow_nan=False) + "]" * _AROUND
     parsed: Any = parse_json(text, "metadata")
@@ -120,7 +120,7 @@ def create(
     layers: Sequence[Layer],
     d_model: int,
     dtype: DTypeLike | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     num_examples: int | None = None,
     tokens_per_example: int | None = None,
     pad: bool = False,
@@ -130,7 +130,7 @@ def create(
     part: tuple[int, int] | None = None,
     resume: bool = False,
     exist_ok: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     scratch: str | os.PathLike[str] | None = None,
     **options: Unpack[FormatOptions],
 ) -> Writer:
@@ -209,7 +209,7 @@ def open_writer(
     layers: Sequence[Layer],
     d_model: int,
     dtype: DTypeLike | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
     num_examples: int | None = None,
     tokens_per_example: int | None = None,
     pad: bool = False,
@@ -219,10 +219,10 @@ def open_writer(
     part: tuple[int, int] | None = None,
     resume: bool = False,
     exist_ok: bool = False,
-    storage_options: Mapping[str, Any] | None = None,
+    storage_options: Mapping[str, object] | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    options: Mapping[str, Any] = _NO_OPTIONS,
-    capture: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] = _NO_OPTIONS,
+    capture: Mapping[str, object] | None = None,
 ) -> Writer:
     """:func:`create`, with the arguments of the verb that computes the rows as part of the request: ``capture``."""
     if not _arguments.is_one_of(overflow, ("refuse", "allow")):

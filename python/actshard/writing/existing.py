@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from actshard import formats
 from actshard._arguments import name_of
@@ -75,7 +74,7 @@ def _refuse_around(root: Path, target: Target) -> None:
 
 
 def creation_record(
-    target: Target, *, pad: bool, truncate: bool, overflow: str, capture: Mapping[str, Any] | None = None
+    target: Target, *, pad: bool, truncate: bool, overflow: str, capture: Mapping[str, object] | None = None
 ) -> Request:
     """The record of the request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result.
 

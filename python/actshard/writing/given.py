@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 class GivenExamples:
     """The activations of one append() call, as one 4-D array or a list of 3-D arrays."""
 
-    def __init__(self, activations: Any, lengths: ArrayLike | None, layers: int, d_model: int) -> None:
-        self.dense: NDArray[Any] | None = None
-        self.items: list[NDArray[Any]] = []
+    def __init__(self, activations: object, lengths: ArrayLike | None, layers: int, d_model: int) -> None:
+        self.dense: NDArray[np.generic] | None = None
+        self.items: list[NDArray[np.generic]] = []
         self.one_row = False
         expected = f"(batch, {layers}, tokens, {d_model}), (batch, {layers}, {d_model}), or a list of ({layers}, tokens, {d_model})"
         if isinstance(activations, list | tuple):
@@ -72,7 +72,9 @@ class GivenExamples:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def copy(self, part: slice, tokens: NDArray[np.int64], out: NDArray[Any], dtype: np.dtype[Any]) -> None:
+    def copy(
+        self, part: slice, tokens: NDArray[np.int64], out: NDArray[np.generic], dtype: np.dtype[np.generic]
+    ) -> None:
         """Copies examples into ``out`` consecutively, each truncated or zero-padded to its entry of ``tokens``."""
         if self.dense is not None and (tokens == self.dense.shape[2]).all() and (self.tokens[part] == tokens).all():
             convert(self.dense[part], out, dtype)
@@ -92,7 +94,7 @@ class GivenExamples:
             position += layers * want
 
 
-def convert(source: NDArray[Any], out: NDArray[Any], dtype: np.dtype[Any]) -> None:
+def convert(source: NDArray[np.generic], out: NDArray[np.generic], dtype: np.dtype[np.generic]) -> None:
     """Copies an array into C-contiguous memory, cast to ``dtype``."""
     contiguous = np.ascontiguousarray(source)
     if contiguous.nbytes < 1 << 16 and contiguous.dtype == dtype:
@@ -102,19 +104,19 @@ def convert(source: NDArray[Any], out: NDArray[Any], dtype: np.dtype[Any]) -> No
     _native.cast_into(raw, name_of(contiguous.dtype), out.reshape(-1), name_of(dtype))
 
 
-def overflows(array: NDArray[Any], dtype: np.dtype[Any]) -> int:
+def overflows(array: NDArray[np.generic], dtype: np.dtype[np.generic]) -> int:
     """Counts finite values that are too large for ``dtype``."""
     count: int = _native.count_overflows(np.ascontiguousarray(array), dtype) if can_overflow(array.dtype, dtype) else 0
     return count
 
 
-def can_overflow(source: np.dtype[Any], dtype: np.dtype[Any]) -> bool:
+def can_overflow(source: np.dtype[np.generic], dtype: np.dtype[np.generic]) -> bool:
     """Whether ``source`` has finite values that are too large for ``dtype``."""
     narrow, wide = _finite(dtype), _finite(source)
     return narrow is not None and (wide is None or wide > narrow)
 
 
-def _finite(dtype: np.dtype[Any]) -> float | None:
+def _finite(dtype: np.dtype[np.generic]) -> float | None:
     """The largest finite value of a float dtype; None for other dtypes."""
     import ml_dtypes
 
@@ -122,16 +124,16 @@ def _finite(dtype: np.dtype[Any]) -> float | None:
     return float(limits(dtype).max) if name_of(dtype) in FLOATS else None
 
 
-def as_numpy(value: Any) -> NDArray[Any]:
+def as_numpy(value: object) -> NDArray[Any]:
     """Converts an array or tensor (any device, also bfloat16) to numpy in native byte order. Copies only if needed."""
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         tensor = value.detach().to("cpu")
         if tensor.dtype == torch.bfloat16:
-            bits: NDArray[Any] = tensor.contiguous().view(torch.int16).numpy()
+            bits: NDArray[np.generic] = tensor.contiguous().view(torch.int16).numpy()
             return bits.view(_arguments.NUMPY_BY_NAME["BF16"])
         try:
-            plain: NDArray[Any] = tensor.numpy()
+            plain: NDArray[np.generic] = tensor.numpy()
         except (TypeError, RuntimeError) as error:
             raise ArgumentError(f"expected a tensor of numbers, found {tensor.dtype}: {error}") from error
         return plain
@@ -142,7 +144,7 @@ def as_numpy(value: Any) -> NDArray[Any]:
 
 
 def table_of(
-    columns: Mapping[str, Any] | pa.Table | None,
+    columns: Mapping[str, object] | pa.Table | None,
     labels: ArrayLike | None,
     logits: tuple[ArrayLike, ArrayLike] | None,
     router: Mapping[int, ArrayLike] | None,
@@ -152,7 +154,7 @@ def table_of(
     import pyarrow as pa
 
     fields: list[pa.Field] = []
-    values: list[Any] = []
+    values: list[object] = []
     if columns is not None and not isinstance(columns, Mapping | pa.Table):
         raise ArgumentError(f"columns: expected a mapping from names to values, found {type(columns).__name__}")
     if isinstance(columns, pa.Table):
@@ -168,7 +170,7 @@ def table_of(
             raise ArgumentError(f"columns: {field.name!r}: expected {n} values, one per example, found {len(column)}")
         fields.append(field)
         values.append(column)
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, pa.Array] = {}
     if labels is not None:
         arrays[PATCH_LABELS] = as_numpy(labels).copy()
         if arrays[PATCH_LABELS].dtype != np.uint8:
@@ -195,7 +197,7 @@ def table_of(
     return pa.Table.from_arrays(values, schema=pa.schema(fields)) if fields else None
 
 
-def _name(name: Any) -> str:
+def _name(name: object) -> str:
     text = str(name)
     try:
         text.encode()
@@ -212,7 +214,7 @@ def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
     return None if name is None else {b"dtype": name}
 
 
-def _column(name: str, values: Any, n: int) -> tuple[pa.Field, Any]:
+def _column(name: str, values: Any, n: int) -> tuple[pa.Field, pa.Array]:
     """Converts a column to Arrow."""
     import pyarrow as pa
 
@@ -297,7 +299,7 @@ _EXACT = ({str}, {int}, {float}, {bool}, {bytes})
 """Types of Python of which a column, if it has one only, is stored exactly or not at all."""
 
 
-def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedArray) -> tuple[Any, Any] | None:
+def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedArray) -> tuple[object, object] | None:
     """The first value that Arrow changed, and the stored one; None if all are equal. Arrow infers types from the first values."""
     import pyarrow as pa
 
@@ -365,7 +367,7 @@ def _is_equal(value: Any, stored: Any) -> bool:
     return bool(value == stored or (value != value and stored != stored))  # noqa: PLR0124 -- NaN
 
 
-def _values(column: NDArray[Any]) -> Any:
+def _values(column: NDArray[Any]) -> pa.Array:
     """A numpy column in a form that pyarrow converts without changing a value."""
     import pyarrow as pa
 
@@ -389,5 +391,5 @@ def _values(column: NDArray[Any]) -> Any:
     return arrow_array
 
 
-def _native_order(array: NDArray[Any]) -> NDArray[Any]:
+def _native_order(array: NDArray[np.generic]) -> NDArray[np.generic]:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))

@@ -11,7 +11,7 @@ import decimal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -103,7 +103,7 @@ def is_separate(target: Target, name: str) -> bool:
     )
 
 
-def _read_back(target: Target, table: pa.Table, folder: Path) -> Mapping[str, Any]:
+def _read_back(target: Target, table: pa.Table, folder: Path) -> Mapping[str, object]:
     """Columns of a dataset of these examples with rows of one element, as read from its files."""
     spec = replace(target.spec, path=folder, d_model=1, num_examples=None, part=None, whole=None, shard_bytes=None)
     small = type(target)(spec)
@@ -200,7 +200,7 @@ def _sample_values(kind: pa.DataType, unusual: int) -> pa.Array:
     return pa.array([low, 1, (1 << bits) - 1] if unusual else [0, 1, 2], kind)
 
 
-def _change(name: str, original: Any, stored: Any) -> str | None:
+def _change(name: str, original: pa.ChunkedArray, stored: pa.ChunkedArray) -> str | None:
     """How values or the kind of their type differ; None if they do not.
 
     Raises:
@@ -220,7 +220,7 @@ def _change(name: str, original: Any, stored: Any) -> str | None:
     return f"values of {original.type} change" if same else f"{original.type} becomes {stored.type}"
 
 
-def plain_values(column: Any) -> list[Any]:
+def plain_values(column: pa.Array | pa.ChunkedArray) -> list[object]:
     """Values as Python's, so that those of types that differ in width only are equal, and True is not 1."""
     import pyarrow as pa
 
@@ -230,7 +230,7 @@ def plain_values(column: Any) -> list[Any]:
     return [_mark_types(value) for value in column.to_pylist()]
 
 
-def _mark_types(value: Any) -> Any:
+def _mark_types(value: object) -> object:
     if isinstance(value, float):
         return ("float", repr(value))
     if isinstance(value, bool | bytes):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ def columns_in(tables: Iterable[pa.Table]) -> tuple[pa.Table | None, list[str]]:
     return concatenated(user_tables) if any(t.num_columns for t in user_tables) else (None, [])
 
 
-def _lengths(table: Any, layers: int) -> NDArray[np.int64]:
+def _lengths(table: pa.Table, layers: int) -> NDArray[np.int64]:
     if BY_LAYER not in table.column_names and TOKENS in table.column_names and not table[TOKENS].null_count:
         return np.broadcast_to(table[TOKENS].to_numpy()[:, None], (table.num_rows, layers))
     lengths = np.zeros((table.num_rows, layers), np.int64)

@@ -70,7 +70,7 @@ class SegmentWriter:
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
-    def memory(self, rows: int) -> NDArray[Any]:
+    def memory(self, rows: int) -> NDArray[np.generic]:
         """Returns an array ``(rows, d_model)`` to fill. Waits for a free block; :meth:`put` returns it to the pool."""
         self.check()
         need = rows * self.target.row_bytes

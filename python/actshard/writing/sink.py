@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -111,7 +110,7 @@ class Sink(SegmentWriter):
                         code="other-unfinished",
                     )
 
-    def _continue(self, config: dict[str, Any]) -> None:
+    def _continue(self, config: dict[str, object]) -> None:
         """Continues after the committed examples."""
         self._agree(config)
         self._configured = True
@@ -153,7 +152,7 @@ class Sink(SegmentWriter):
                 return path.stat().st_size
         return None
 
-    def _agree(self, config: dict[str, Any]) -> None:
+    def _agree(self, config: dict[str, object]) -> None:
         """Raises ArgumentError if the request or the settings differ from the journal's; the target adopts what was determined."""
         target, spec = self.target, self.target.spec
         assert self.journal.request is not None
@@ -335,7 +334,7 @@ class Sink(SegmentWriter):
             position += len(table)
         return lengths
 
-    def read_back(self) -> tuple[NDArray[np.int64], Any]:
+    def read_back(self) -> tuple[NDArray[np.int64], object]:
         """Returns lengths and columns of all committed examples. Columns are memory-mapped."""
         lengths = self._lengths_so_far()
         columns, mixed = columns_in(self.journal.tables())

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -62,7 +62,7 @@ class Writer:
         self.complete = False
         self._existed = False
         """Whether the dataset was finished before this call."""
-        self._stage: NDArray[Any] | None = None
+        self._stage: NDArray[np.generic] | None = None
         self._staged: list[tuple[int, NDArray[np.int64], NDArray[np.int64], pa.Table | None]] = []
         """Groups of examples in the stage: (end row, lengths ``(n, layers)``, lengths before padding ``(n,)``, columns)."""
         self._appended = 0
@@ -154,10 +154,10 @@ class Writer:
 
     def append(
         self,
-        activations: Any,
+        activations: ArrayLike | Sequence[ArrayLike],
         *,
         lengths: ArrayLike | None = None,
-        columns: Mapping[str, Any] | pa.Table | None = None,
+        columns: Mapping[str, object] | pa.Table | None = None,
         labels: ArrayLike | None = None,
         logits: tuple[ArrayLike, ArrayLike] | None = None,
         router: Mapping[int, ArrayLike] | None = None,
@@ -188,9 +188,9 @@ class Writer:
 
     def _append(
         self,
-        activations: Any,
+        activations: ArrayLike | Sequence[ArrayLike],
         lengths: ArrayLike | None,
-        columns: Mapping[str, Any] | pa.Table | None,
+        columns: Mapping[str, object] | pa.Table | None,
         labels: ArrayLike | None,
         logits: tuple[ArrayLike, ArrayLike] | None,
         router: Mapping[int, ArrayLike] | None,
@@ -225,7 +225,7 @@ class Writer:
 
     def _check_examples(
         self, sink: Sink, examples: GivenExamples, table: pa.Table | None
-    ) -> tuple[NDArray[np.int64], np.dtype[Any], Fitted]:
+    ) -> tuple[NDArray[np.int64], np.dtype[np.generic], Fitted]:
         """Returns stored tokens per example, dtype and fitted columns. Raises if the format cannot store the examples."""
         target, tokens = self._target, examples.tokens
         if (tokens < target.special_tokens).any():
@@ -268,7 +268,7 @@ class Writer:
             )
         return np.minimum(tokens, most[0])
 
-    def _refuse_overflow(self, examples: GivenExamples, tokens: NDArray[np.int64], dtype: np.dtype[Any]) -> None:
+    def _refuse_overflow(self, examples: GivenExamples, tokens: NDArray[np.int64], dtype: np.dtype[np.generic]) -> None:
         """Raises DtypeError if a finite value would become infinite."""
         arrays = examples.items if examples.dense is None else [examples.dense]
         for i, array in enumerate(arrays):
@@ -290,7 +290,7 @@ class Writer:
         sink: Sink,
         examples: GivenExamples,
         tokens: NDArray[np.int64],
-        dtype: np.dtype[Any],
+        dtype: np.dtype[np.generic],
         table: pa.Table | None,
     ) -> None:
         """Copies examples into blocks and queues full blocks for writing."""

@@ -15,7 +15,7 @@ accepted too. ``NamedLmDataset`` is Levanter's own class. Not supported: direct 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from actshard.compat.levanter.configs import (
     DEFAULT_LM_DATA_SHUFFLE,
@@ -49,6 +49,9 @@ from actshard.compat.levanter.datasets import (
 from actshard.compat.levanter.datasets import Prepared as _Prepared  # noqa: F401 -- pickles of earlier versions name it here
 from actshard.errors import MissingExtraError
 
+if TYPE_CHECKING:
+    from haliax import Axis
+
 try:
     from levanter.data.text import NamedLmDataset
 except ImportError:
@@ -56,7 +59,7 @@ except ImportError:
     class NamedLmDataset:  # type: ignore[no-redef]  # defined here if Levanter is not installed
         """Placeholder for Levanter's wrapper of examples into named arrays, which requires Levanter."""
 
-        def __init__(self, dataset: Any, Pos: Any) -> None:  # noqa: N803 -- Levanter's name
+        def __init__(self, dataset: object, Pos: Axis | int) -> None:  # noqa: N803 -- Levanter's name
             raise MissingExtraError(
                 "NamedLmDataset returns haliax arrays and requires Levanter, which is not installed"
             )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import open_cache
 from actshard.tokens.processing import WEIGHTS
 from actshard.tokens.recipe import name_difference, parts_of, settings_difference
+
+if TYPE_CHECKING:
+    from haliax import Axis
 
 LmDatasetFormatBase = formats.FormatBase
 TextLmDatasetFormat = formats.TextFormat
@@ -57,7 +60,7 @@ class _Training(Dataset):
     def is_finite(self) -> bool:
         return self.mixture.is_finite
 
-    def _read(self, indices: Sequence[int]) -> list[Any]:
+    def _read(self, indices: Sequence[int]) -> Sequence[object]:
         return examples_of(self.mixture.get_batch(indices))
 
 
@@ -70,14 +73,14 @@ class LmDataConfig(tokens.LmDataConfig):
 
     loss_mask_padding: bool = False
 
-    def train_set(self, Pos: Any, batch_schedule: Any, *, key: Any = 0) -> Any:  # noqa: N803 -- Levanter's name
+    def train_set(self, Pos: Axis | int, batch_schedule: object, *, key: Any = 0) -> Any:  # noqa: N803 -- Levanter's name
         """Returns the mixture as an asynchronous dataset. ``batch_schedule``: a batch size, or Levanter's constant schedule."""
         size = _batch_size(batch_schedule)
         return _Training(super().train_set(length_of(Pos), size, key=key))
 
     def train_sets(
         self,
-        Pos: Any,  # noqa: N803 -- Levanter's name
+        Pos: Axis | int,  # noqa: N803 -- Levanter's name
         *,
         initial_batch_size: int | None = None,
         key: Any = 0,
@@ -91,11 +94,11 @@ class LmDataConfig(tokens.LmDataConfig):
             else {name: Prepared(dataset) for name, dataset in train_datasets.items()}
         )
 
-    def validation_sets(self, Pos: Any) -> Any:  # noqa: N803 -- Levanter's name
+    def validation_sets(self, Pos: Axis | int) -> Any:  # noqa: N803 -- Levanter's name
         """Returns the validation examples of each component as asynchronous datasets."""
         return {name: Prepared(dataset) for name, dataset in super().validation_sets(length_of(Pos)).items()}
 
-    def tagged_eval_sets(self, Pos: Any) -> list[tuple[Any, list[str]]]:  # noqa: N803 -- Levanter's name
+    def tagged_eval_sets(self, Pos: Axis | int) -> list[tuple[Any, list[str]]]:  # noqa: N803 -- Levanter's name
         """Returns the validation examples of each component, with its tags and its name."""
         return [
             (dataset, [*(self.components[name].tags or ()), name])
@@ -131,7 +134,7 @@ class LmDataConfig(tokens.LmDataConfig):
         return caches
 
 
-def _batch_size(schedule: Any) -> int:
+def _batch_size(schedule: object) -> int:
     batch_size_at_step = getattr(schedule, "batch_size_at_step", None)
     if batch_size_at_step is None:
         if isinstance(schedule, bool) or not isinstance(schedule, int | np.integer) or schedule < 1:
@@ -144,7 +147,7 @@ def _batch_size(schedule: Any) -> int:
 
 def dataset_for_component(
     component: Any,
-    Pos: Any,  # noqa: N803 -- Levanter's name
+    Pos: Axis | int,  # noqa: N803 -- Levanter's name
     cache: Any,
     *,
     eos_id: int | None,
@@ -185,7 +188,7 @@ def build_lm_dataset_cache(
     source: Any,
     format: Any,
     tokenizer: Any,
-    options: Any = None,
+    options: object = None,
     enforce_eos: bool = True,
 ) -> TreeCache:
     """Builds a cache, or opens the existing one.

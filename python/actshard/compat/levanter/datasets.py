@@ -7,7 +7,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +17,9 @@ from actshard.errors import ArgumentError, MissingExtraError, OutOfRangeError
 from actshard.location import Location
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import open_cache
+
+if TYPE_CHECKING:
+    from haliax import Axis
 
 try:
     from levanter.data import AsyncDataset
@@ -58,7 +61,7 @@ class LmExample:
     attn_mask: AttentionMask
 
 
-def examples_of(batch: tokens.Batch) -> list[Any]:
+def examples_of(batch: tokens.Batch) -> Sequence[object]:
     """Splits a batch into examples; their arrays are views of the batch's rows."""
     thd = None
     if batch.segment_ids is not None and batch.max_segments is not None:
@@ -76,7 +79,7 @@ def examples_of(batch: tokens.Batch) -> list[Any]:
     return examples
 
 
-def length_of(position: Any) -> int:
+def length_of(position: Axis | int) -> int:
     """The length of a haliax axis, or an integer itself."""
     size = getattr(position, "size", position)
     if not isinstance(size, int | np.integer) or isinstance(size, bool):
@@ -100,7 +103,7 @@ class Dataset(AsyncDataset):
     def _count(self) -> int: ...
 
     @abstractmethod
-    def _read(self, indices: Sequence[int]) -> list[Any]: ...
+    def _read(self, indices: Sequence[int]) -> Sequence[object]: ...
 
     async def async_len(self) -> int:
         """Number of examples."""
@@ -136,7 +139,9 @@ class TreeCache(Dataset):
         return TreeCache(open_cache(cache_dir))
 
     @staticmethod
-    def build_or_load(cache_dir: str | os.PathLike[str], shard_source: Any, processor: Any, options: Any = None) -> Any:
+    def build_or_load(
+        cache_dir: str | os.PathLike[str], shard_source: object, processor: object, options: object = None
+    ) -> Any:
         """Opens an existing cache. Cannot build one with Levanter's processors; use :func:`build_lm_dataset_cache`."""
         if ledgers.exists(Location.of_any(cache_dir)):
             return TreeCache.load(cache_dir)
@@ -188,7 +193,7 @@ class TreeCache(Dataset):
     def _count(self) -> int:
         return len(self.cache)
 
-    def _read(self, indices: Sequence[int]) -> list[Any]:
+    def _read(self, indices: Sequence[int]) -> Sequence[object]:
         return self.cache.rows(indices)
 
     def __len__(self) -> int:
@@ -216,7 +221,7 @@ class TreeCache(Dataset):
         """:meth:`flat_field_length`, asynchronous."""
         return self.flat_field_length(field)
 
-    async def get_flat_field_batch(self, field: str, offsets: Sequence[int], length: int) -> list[NDArray[Any]]:
+    async def get_flat_field_batch(self, field: str, offsets: Sequence[int], length: int) -> list[NDArray[np.generic]]:
         """Returns ranges of ``length`` elements of a field, in the stored dtype."""
         view = self.cache.view(field)
         return await asyncio.to_thread(lambda: [view.elements(int(offset), int(offset) + length) for offset in offsets])
@@ -230,7 +235,7 @@ def cache_of(cache: Any) -> tokens.TokenCache:
 class TokenSeqDataset(Dataset):
     """Windows of ``seq_len`` tokens: dicts of ``input_ids`` and optional ``loss_weights``, in the stored dtypes."""
 
-    def __init__(self, doc_cache: Any, seq_len: int, loss_weights_key: str | None = None) -> None:
+    def __init__(self, doc_cache: object, seq_len: int, loss_weights_key: str | None = None) -> None:
         self.doc_cache = doc_cache
         self.seq_len = seq_len
         self.loss_weights_key = loss_weights_key
@@ -239,7 +244,7 @@ class TokenSeqDataset(Dataset):
     def _count(self) -> int:
         return len(self.windows)
 
-    def _read(self, indices: Sequence[int]) -> list[Any]:
+    def _read(self, indices: Sequence[int]) -> Sequence[object]:
         starts = self.windows.starts(indices).tolist()
         samples = [{"input_ids": row} for row in self._ranges(self.windows.input_ids_key, starts)]
         if self.loss_weights_key is not None:
@@ -247,7 +252,7 @@ class TokenSeqDataset(Dataset):
                 sample["loss_weights"] = weights
         return samples
 
-    def _ranges(self, field: str, starts: list[int]) -> list[NDArray[Any]]:
+    def _ranges(self, field: str, starts: list[int]) -> list[NDArray[np.generic]]:
         view = self.windows.cache.view(field)
         return [np.array(view.elements(start, start + self.seq_len)) for start in starts]
 
@@ -260,7 +265,7 @@ class Examples(Dataset):
     def _count(self) -> int:
         return len(self.dataset)
 
-    def _read(self, indices: Sequence[int]) -> list[Any]:
+    def _read(self, indices: Sequence[int]) -> Sequence[object]:
         return examples_of(self.dataset.get_batch(indices))
 
 
@@ -270,7 +275,7 @@ class CausalLmDataset(Examples):
     def __init__(
         self,
         dataset: TokenSeqDataset,
-        Pos: Any = None,  # noqa: N803 -- Levanter's name
+        Pos: Axis | int | None = None,  # noqa: N803 -- Levanter's name
         *,
         eos_id: int | None = None,
         block_cross_document_attention: bool = True,
@@ -285,8 +290,8 @@ class PackedTokenDataset(Examples):
 
     def __init__(
         self,
-        cache: Any,
-        Pos: Any,  # noqa: N803 -- Levanter's name
+        cache: object,
+        Pos: Axis | int,  # noqa: N803 -- Levanter's name
         max_segments_per_example: int = 64,
         slice_strategy: str = "left",
         loss_weights_key: str | None = None,
@@ -310,8 +315,8 @@ class ChatDataset(Examples):
 
     def __init__(
         self,
-        cache: Any,
-        Pos: Any,  # noqa: N803 -- Levanter's name
+        cache: object,
+        Pos: Axis | int,  # noqa: N803 -- Levanter's name
         max_segments_per_example: int = 64,
         slice_strategy: str = "left",
         mask_user_turns: bool = True,
@@ -336,11 +341,11 @@ class PrebuiltLmDataset(Examples):
     def __init__(
         self,
         dataset: Any,
-        Pos: Any,  # noqa: N803 -- Levanter's name
+        Pos: Axis | int,  # noqa: N803 -- Levanter's name
         *,
         input_ids_key: str,
         loss_weights_key: str | None,
-        loss_weight_transform: Callable[[NDArray[np.float32]], Any] | None,
+        loss_weight_transform: Callable[[NDArray[np.float32]], object] | None,
         eos_id: int | None = None,
         block_cross_document_attention: bool = True,
     ) -> None:

@@ -9,7 +9,7 @@ import math
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from actshard.errors import (
 from actshard.formats.saev.read import hashes
 from actshard.location import Location
 
+if TYPE_CHECKING:
+    from types import UnionType
+
 Tokens = Literal["special", "content", "all"]
 
 
@@ -34,7 +37,7 @@ class WrongError(ArgumentError, AssertionError):
     """A setting that is invalid for the dump."""
 
 
-def expect(name: str, value: Any, kind: Any, words: str) -> None:
+def expect(name: str, value: object, kind: type | UnionType, words: str) -> None:
     """Raises ArgumentTypeError unless a value has a type. bool does not count as int."""
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ArgumentTypeError(f"{name}: expected {words}, found {value!r:.80}")
@@ -127,7 +130,7 @@ class Metadata:
             raise UnsupportedError(f"protocol: expected 2.1, found {values['protocol']!r:.50}", path=path)
         return cls(**values)
 
-    def _plain(self) -> dict[str, Any]:
+    def _plain(self) -> dict[str, object]:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return values | {"layers": list(self.layers), "dataset": str(self.dataset), "pixel_agg": self.pixel_agg.value}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from actshard.errors import (
     UnsupportedError,
 )
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 _SCRATCH = pathlib.Path("$SAEV_SCRATCH/saev/shards/abcdefg")
 
 
@@ -22,7 +25,7 @@ class NotDoneError(UnsupportedError, RuntimeError):
     """An option that saev's loader does not implement either."""
 
 
-def _check(cfg: Any) -> None:
+def _check(cfg: DataclassInstance) -> None:
     """Checks the types of a configuration's values. Converts the path to Path and labels to a list."""
     for field in dataclasses.fields(cfg):
         name, value = field.name, getattr(cfg, field.name)
@@ -105,7 +108,7 @@ class ShuffledConfig:
         _check(self)
 
 
-def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: Any) -> OrderedConfig:
+def make_ordered_config(shuffled_cfg: ShuffledConfig, **overrides: object) -> OrderedConfig:
     """Builds an ordered loader's settings from a shuffled one's and ``overrides``. An unknown override is a TypeError."""
     names = [f.name for f in dataclasses.fields(OrderedConfig) if hasattr(shuffled_cfg, f.name)]
     return OrderedConfig(**{**{name: getattr(shuffled_cfg, name) for name in names}, **overrides})

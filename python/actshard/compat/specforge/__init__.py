@@ -20,7 +20,7 @@ The dataset requires torch, :class:`StoreFeatures` requires specforge.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actshard.compat.specforge.datasets import OfflineEagle3Dataset, build_offline_eagle3_dataset
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["OfflineEagle3Dataset", "StoreFeatures", "build_offline_eagle3_dataset"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # Only the feature store needs specforge.
     if name == "StoreFeatures":
         from actshard.compat.specforge.features import StoreFeatures

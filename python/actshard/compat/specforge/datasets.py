@@ -58,7 +58,7 @@ class OfflineEagle3Dataset(data.Dataset):
     def __init__(
         self,
         datapath: Store | str | PathLike[str],
-        transform: Callable[[_Sample], Any] | None = None,
+        transform: Callable[[_Sample], object] | None = None,
         max_len: int = 2048,
         ttt_length: int = 1,
         use_usp_preprocess: bool = False,

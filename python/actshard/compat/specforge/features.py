@@ -76,7 +76,7 @@ class StoreFeatures(FeatureStore):
         self._order = order_of(store)
         self._leases = itertools.count()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_leases": itertools.count()}
 
     def refs(
@@ -153,7 +153,7 @@ class StoreFeatures(FeatureStore):
         handle = FeatureHandle(sample_ref.sample_id, 0, f"{sample_ref.sample_id}:0:{next(self._leases)}")
         return tensors, handle
 
-    def put(self, tensors: Any, *, sample_id: str, metadata: Any) -> Any:
+    def put(self, tensors: object, *, sample_id: str, metadata: object) -> Any:
         """Not supported: the store is read-only.
 
         Raises:
@@ -161,7 +161,7 @@ class StoreFeatures(FeatureStore):
         """
         raise UnsupportedError("a store is read-only: write one with actshard.create", path=self._examples.store.path)
 
-    def release(self, handle: Any, *, reason: str = "consumed") -> None:
+    def release(self, handle: object, *, reason: str = "consumed") -> None:
         """Does nothing, because samples are not kept in memory."""
 
     def abort(self, sample_id: str, *, reason: str = "aborted") -> None:

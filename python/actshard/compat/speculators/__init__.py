@@ -20,7 +20,7 @@ Requires hs-connectors; :class:`ArrowDataset` requires speculators.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actshard.compat.speculators.transfer import StoreBackend, StoreTransfer, write_rows
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["ArrowDataset", "StoreBackend", "StoreTransfer", "write_rows"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     # speculators imports transformers, which the backend alone does not need.
     if name == "ArrowDataset":
         from actshard.compat.speculators.datasets import ArrowDataset

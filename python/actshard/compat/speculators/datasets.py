@@ -62,7 +62,7 @@ class ArrowDataset(BaseDataset):
         on_missing: Literal["generate", "skip", "warn", "raise"] = "generate",
         train_ratio: float = 1.0,
         split: Literal["train", "val"] = "train",
-        hidden_states_dtype: Any = torch.bfloat16,
+        hidden_states_dtype: object = torch.bfloat16,
         model: str | None = None,
         request_timeout: float | None = None,
         max_retries: int = 0,
@@ -95,7 +95,7 @@ class ArrowDataset(BaseDataset):
         counts: list[int] = self._examples.lengths()[self.start_file_idx : self._stop].tolist()
         return counts
 
-    def _get_raw_data(self, index: int) -> Any:
+    def _get_raw_data(self, index: int) -> object:
         try:
             return _raw(self._examples.read([self._number(index)])[0])
         except MissingFileError as error:

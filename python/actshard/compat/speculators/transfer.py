@@ -74,7 +74,7 @@ class StoreTransfer(HiddenStatesTransfer):
         states = sample.states.reshape(len(sample.ids), len(self._examples.layers), self._examples.width)
         return {"hidden_states": tensor(states), "token_ids": tensor(sample.ids)}
 
-    def get_generated(self, hs_transfer_params: Any) -> dict[str, torch.Tensor] | None:
+    def get_generated(self, hs_transfer_params: object) -> dict[str, torch.Tensor] | None:
         """Not supported: a store does not generate states.
 
         Raises:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,7 +50,7 @@ def _check_indices(shard: Location, tensor: StackedTensor, manifest: DraftManife
     total = int(np.prod(tensor.shape, dtype=np.int64))
     for first in range(0, total, _AT_ONCE):
         n = min(_AT_ONCE, total - first)
-        indices: NDArray[Any] = np.frombuffer(shard.read(tensor.start + 4 * first, 4 * n), "<i4")
+        indices: NDArray[np.int32] = np.frombuffer(shard.read(tensor.start + 4 * first, 4 * n), "<i4")
         wrong = np.flatnonzero((indices < 0) | (indices >= manifest.draft))
         if wrong.size:
             position = first + int(wrong[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from actshard.formats.automodel.files import OF_FILES, WEIGHTS
 from actshard.formats.carrying import Carrying
@@ -20,8 +20,8 @@ class AutomodelCarrying(Carrying):
     of_files: ClassVar[frozenset[str]] = frozenset(OF_FILES)
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
         kept_metadata = {name: value for name, value in metadata.items() if name not in OF_FILES}
         size = metadata.get("shard_size")
         return kept_metadata, {"shard_size": size} if type(size) is int and size > 0 else {}

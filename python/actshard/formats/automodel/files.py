@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import actshard._native as _native
 from actshard._json import Fields, read_json
@@ -42,7 +41,7 @@ OF_FILES = (
 """Fields of the manifest that describe the files."""
 
 
-def kind_of(value: Any) -> str | None:
+def kind_of(value: object) -> str | None:
     """The kind of cache that a manifest describes: ``"eagle3"`` or ``"dspark"``; None for any other file."""
     if not isinstance(value, dict) or "format_version" not in value or "shard_size" not in value:
         return None

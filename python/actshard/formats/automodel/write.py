@@ -83,7 +83,7 @@ class AutomodelTarget(TokenTarget):
     def aux_names(self) -> Sequence[Layer]:
         return self.ids
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, tuple(DTYPES.values()), "automodel", "")
 
     def take_tokens(self, tokens: int) -> None:
@@ -106,11 +106,11 @@ class AutomodelTarget(TokenTarget):
                 f"example {bad}"
             )
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {"shard_size": self.shard_size, "last": self.last, "ids": self.ids, "pad": self.pad}
         return {**super().config(), **options, "tokens": self._tokens, "examples": self.spec.num_examples}
 
-    def adopt(self, config: dict[str, Any]) -> None:
+    def adopt(self, config: dict[str, object]) -> None:
         super().adopt(config)
         tokens = config["tokens"]
         if tokens is not None and (type(tokens) is not int or tokens < 1):
@@ -137,7 +137,7 @@ class AutomodelTarget(TokenTarget):
         assert self.spec.num_examples is not None
         return min((shard + 1) * self.shard_size, self.spec.num_examples)
 
-    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+    def restore(self, states: Sequence[dict[str, object]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
@@ -211,7 +211,7 @@ class AutomodelTarget(TokenTarget):
         self._put_tensors(n, {name: np.ascontiguousarray(array) for name, array in tensors.items()})
         self.n += n
 
-    def _put_tensors(self, n: int, tensors: Mapping[str, NDArray[Any]]) -> None:
+    def _put_tensors(self, n: int, tensors: Mapping[str, NDArray[np.generic]]) -> None:
         """Writes stacked tensors of the next n samples to the shards that hold them."""
         sources = [array.reshape(-1).view(np.uint8) for array in tensors.values()]
         steps = [array.nbytes // n for array in tensors.values()]
@@ -234,7 +234,7 @@ class AutomodelTarget(TokenTarget):
             first = last
         self.put(sources, files, pieces)
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return [self._path(shard, is_complete=False) for shard in sorted(self._dirty)], {}
 
     def committed(self) -> None:
@@ -265,7 +265,7 @@ class AutomodelTarget(TokenTarget):
         )
 
 
-def _padded(values: NDArray[Any], counts: NDArray[np.int64], tokens: int, pad: int) -> NDArray[np.int64]:
+def _padded(values: NDArray[np.int64], counts: NDArray[np.int64], tokens: int, pad: int) -> NDArray[np.int64]:
     """Values of examples as ``(n, tokens)``, padded on the right, or cut."""
     padded = np.full((len(counts), tokens), pad, np.int64)
     positions = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -38,7 +38,9 @@ class _Spans:
     def __init__(self) -> None:
         self.parts: list[NDArray[np.int64]] = []
 
-    def add(self, rank: int, first: int, shard: NDArray[Any], begin: NDArray[Any], end: NDArray[Any]) -> None:
+    def add(
+        self, rank: int, first: int, shard: NDArray[np.generic], begin: NDArray[np.generic], end: NDArray[np.generic]
+    ) -> None:
         """Adds valid examples ``first + i``."""
         numbers = np.arange(first, first + len(shard))
         self.parts.append(np.stack([shard, begin, end, numbers, np.full(len(shard), rank)], axis=1).astype(np.int64))
@@ -101,7 +103,7 @@ def _check_tokens(cache: TargetCache, report: Report) -> None:
     check_token_values(columns, report, lambda example: root)
 
 
-def _records(index: Location, manifest: Manifest) -> Iterator[tuple[int, NDArray[Any]]]:
+def _records(index: Location, manifest: Manifest) -> Iterator[tuple[int, NDArray[np.void]]]:
     """Records in batches, each with the number of its first record."""
     dtype = RECORDS[manifest.record_bytes]
     for first in range(0, manifest.num_examples, _BATCH):
@@ -167,7 +169,7 @@ def _runs(flags: NDArray[np.bool_]) -> Iterator[slice]:
     return (slice(int(a), int(b)) for a, b in edges.reshape(-1, 2))
 
 
-def _bytes(records: NDArray[Any], rank: int, manifest: Manifest) -> NDArray[np.int64]:
+def _bytes(records: NDArray[np.void], rank: int, manifest: Manifest) -> NDArray[np.int64]:
     """Size of each example in bytes. For damaged records it may overflow; the caller does not use these."""
     tokens = records["seq_len"].astype(np.int64)
     _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
@@ -177,7 +179,7 @@ def _bytes(records: NDArray[Any], rank: int, manifest: Manifest) -> NDArray[np.i
 
 
 def _expected(
-    records: NDArray[Any], first: int, rank: int, manifest: Manifest, sizes: list[int]
+    records: NDArray[np.void], first: int, rank: int, manifest: Manifest, sizes: list[int]
 ) -> Iterator[tuple[str, NDArray[np.bool_], Any, str]]:
     """Per field of the records: its name, which values are correct, the expected values, the code of a finding."""
     numbers = np.arange(first, first + len(records), dtype=np.uint64)
@@ -199,7 +201,7 @@ def _expected(
         yield name, records[name] == offsets.astype(np.uint64), offsets, "format"
 
 
-def _extent(records: NDArray[Any], rank: int, manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _extent(records: NDArray[np.void], rank: int, manifest: Manifest) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """First byte of each example's first tensor, and end of its last tensor. Ends that are invalid or too large are 2^62."""
     tokens = records["seq_len"].astype(np.int64)
     _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
@@ -215,7 +217,7 @@ def _extent(records: NDArray[Any], rank: int, manifest: Manifest) -> tuple[NDArr
     return begin, end
 
 
-def _float_bytes(records: NDArray[Any], rank: int, manifest: Manifest) -> NDArray[np.float64]:
+def _float_bytes(records: NDArray[np.void], rank: int, manifest: Manifest) -> NDArray[np.float64]:
     tokens = records["seq_len"].astype(np.int64)
     _, count = share_of(manifest.split, tokens, rank, len(manifest.index_names))
     sizes: NDArray[np.float64] = tokens * float(TOKEN_BYTES) + count * (

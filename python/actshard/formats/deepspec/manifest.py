@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -106,7 +105,7 @@ class Manifest:
         return manifest
 
     @property
-    def value(self) -> dict[str, Any]:
+    def value(self) -> dict[str, object]:
         """The manifest as stored."""
         return self.fields.value
 
@@ -166,7 +165,7 @@ def _shards(fields: Fields) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _plain(fields: Fields, field: str, name: Any) -> str:
+def _plain(fields: Fields, field: str, name: object) -> str:
     """A file name in the folder: the manifest must not name files outside."""
     if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\0" in name or "\\" in name:
         dotted = f"{fields.where}.{field}" if fields.where else field

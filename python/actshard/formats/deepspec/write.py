@@ -90,16 +90,20 @@ class DeepspecTarget(TokenTarget):
 
     @classmethod
     def conversion_options(
-        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
-    ) -> dict[str, Any]:
+        cls,
+        source_options: Mapping[str, object],
+        user_options: Mapping[str, object],
+        tokens: str,
+        pooled: Callable[[], bool],
+    ) -> dict[str, object]:
         # The source's record size is valid only for its version.
         implied_options = {} if "version" in user_options else source_options
         return {**implied_options, **user_options}
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, ("BF16",), "deepspec", ", as DeepSpec's reader does")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {"version": self.version, "record": self.record, "ids": self.ids, "last": self.last}
         return {**super().config(), **options, "shard_bytes": self.spec.shard_bytes}
 
@@ -152,7 +156,7 @@ class DeepspecTarget(TokenTarget):
 
     def states_at(
         self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         shards, offsets = self._offsets(lengths)
         return [{"shard": int(shards[first]), "size": int(offsets[first])} for first in firsts]
 
@@ -206,7 +210,7 @@ class DeepspecTarget(TokenTarget):
 
     def _place_examples(
         self, tokens: NDArray[np.int64], sizes: NDArray[np.int64], firsts: NDArray[np.int64]
-    ) -> tuple[NDArray[Any], list[tuple[int, int, int, int, int]], list[tuple[Path, int]]]:
+    ) -> tuple[NDArray[np.generic], list[tuple[int, int, int, int, int]], list[tuple[Path, int]]]:
         """Records of examples, and the pieces to write: one piece per shard."""
         records = np.zeros(len(tokens), RECORDS[self.record_bytes])
         pieces: list[tuple[int, int, int, int, int]] = []
@@ -234,7 +238,7 @@ class DeepspecTarget(TokenTarget):
             records[name] = ends
         return records, pieces, files
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return sorted(self._dirty), {"shard": self.shard, "size": self.size}
 
     def committed(self) -> None:
@@ -251,9 +255,9 @@ class DeepspecTarget(TokenTarget):
         text = json.dumps(self.manifest(len(examples)), indent=2, sort_keys=True)
         write_bytes(self.root / MANIFEST, text.encode())
 
-    def manifest(self, n: int) -> dict[str, Any]:
+    def manifest(self, n: int) -> dict[str, object]:
         """Contents of manifest.json for n examples."""
-        manifest: dict[str, Any] = {
+        manifest: dict[str, object] = {
             **self.spec.metadata,
             **DTYPES,
             "version": self.version,

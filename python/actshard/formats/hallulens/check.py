@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from actshard._json import read_json
@@ -70,7 +68,7 @@ def _check_results(root: Location, n: int, report: Report) -> None:
     if not path.exists():
         return
     with report.noting(path, "metadata"):
-        value: Any = read_json(path)
+        value: object = read_json(path)
         for name, entries in value.items() if isinstance(value, dict) else ():
             if isinstance(entries, list) and len(entries) != n:
                 report.add("claim", path, f"{len(entries)} entries", f"{n}, one per sample", f"field '{name}'")

@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from tokenize import TokenError
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,7 @@ class SampleArray:
     path: Location
     shape: tuple[int, ...]
     """Shape of a row."""
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
 
     @property
     def name(self) -> str:
@@ -93,7 +92,7 @@ class SampleArray:
             raise FormatError(f"expected whole rows of {row} bytes, found {size} bytes", path=self.path)
         return size // row if row else _ANY
 
-    def read(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
+    def read(self, numbers: NDArray[np.int64]) -> NDArray[np.generic]:
         """Reads rows by number: ``(n, *shape)``, a new array. One read per run of consecutive rows."""
         values = np.empty((len(numbers), *self.shape), self.dtype)
         if not values.nbytes:
@@ -157,7 +156,7 @@ class Config:
     def arrays(self, path: Location) -> dict[str, SampleArray]:
         """All arrays by name, whether or not their files exist."""
         half, ids, floats = np.dtype("<f2"), np.dtype("<i4"), np.dtype("<f4")
-        shapes: dict[str, tuple[tuple[int, ...], np.dtype[Any]]] = {
+        shapes: dict[str, tuple[tuple[int, ...], np.dtype[np.generic]]] = {
             PROMPT: ((self.layers, self.prompt, self.width), half),
             RESPONSE: ((self.layers, self.response, self.width), half),
             ATTENTION: ((self.blocks, self.attended, self.attended), half),
@@ -178,7 +177,7 @@ class Config:
         return frozenset(x for x in names if isinstance(x, str)) if isinstance(names, list) else frozenset()
 
 
-def lines(path: Location, torn: list[int]) -> Iterator[tuple[int, dict[str, Any]]]:
+def lines(path: Location, torn: list[int]) -> Iterator[tuple[int, dict[str, object]]]:
     """Yields lines of a journal with their numbers.
 
     An incomplete last line without a newline was cut by a crash of its writer; its offset is appended to ``torn``.

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,10 +71,10 @@ class Sample:
     row: int
     prompt_len: int
     response_len: int
-    line: dict[str, Any]
+    line: dict[str, object]
 
 
-def sample_of(number: int, line: dict[str, Any], path: Location) -> Sample:
+def sample_of(number: int, line: dict[str, object], path: Location) -> Sample:
     """Parses and checks the fields of a line."""
     fields = Fields(line, path, f"line {number}")
     return Sample(
@@ -248,7 +248,7 @@ class Capture:
             self.warnings.append(Remark(code, f"{path.name}: {error.detail}"))
 
     @cached_property
-    def generated(self) -> dict[Any, dict[str, Any]]:
+    def generated(self) -> dict[object, dict[str, object]]:
         """Lines of generation.jsonl by prompt_hash. Of several lines with one hash, the last."""
         path = self.path / "generation.jsonl"
         if not path.exists():
@@ -309,9 +309,9 @@ class Capture:
         first, last, _ = span.indices(len(self.samples))
         return (slice(start, min(start + _BATCH, last)) for start in range(first, last, _BATCH))
 
-    def _part(self, names: Sequence[str], span: slice) -> tuple[dict[str, Any], int]:
+    def _part(self, names: Sequence[str], span: slice) -> tuple[dict[str, object], int]:
         samples = self.samples[span]
-        columns: dict[str, Any] = {}
+        columns: dict[str, object] = {}
         for name in names:
             if name == ICR and self.scores is not None:
                 columns[name] = _lists(self.scores[span])
@@ -324,7 +324,7 @@ class Capture:
                 columns[name] = [sample.line.get(name) for sample in samples]
         return columns, len(samples)
 
-    def _array_column(self, array: SampleArray, span: slice) -> Any:
+    def _array_column(self, array: SampleArray, span: slice) -> pa.Array:
         """Rows of an array without padding."""
         self._check_rows(array)
         values = array.read(self.numbers[span])
@@ -375,13 +375,13 @@ def open(path: Location, options: Options) -> Contents:
     return Capture(path).contents(options)
 
 
-def _hash_of(line: dict[str, Any]) -> str | None:
+def _hash_of(line: dict[str, object]) -> str | None:
     """The key that joins lines of both journals."""
     digest = line.get("prompt_hash")
     return digest if isinstance(digest, str) and digest else None
 
 
-def _lists(values: NDArray[Any]) -> pa.Array:
+def _lists(values: NDArray[np.generic]) -> pa.Array:
     """Converts ``(n, k)`` to fixed-size lists."""
     import pyarrow as pa
 
@@ -389,7 +389,7 @@ def _lists(values: NDArray[Any]) -> pa.Array:
     return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
-def _ragged(values: NDArray[Any], lengths: NDArray[np.int64]) -> pa.Array:
+def _ragged(values: NDArray[np.generic], lengths: NDArray[np.int64]) -> pa.Array:
     """Converts padded ``(n, tokens)`` or ``(n, tokens, k)`` to lists of each example's own tokens."""
     import pyarrow as pa
 

@@ -162,7 +162,7 @@ class TokenFile:
             FormatError: the file has no int64 tensor of one axis.
         """
         (file,) = read_torch([path])
-        value = file.value
+        value: Any = file.value
         sound = isinstance(value, StoredArray) and value.dtype == "I64" and len(value.shape) == 1
         if not sound or (value.shape[0] > 1 and value.strides[0] != 1) or value.deflated is not None:
             shown = f"{value.dtype} {list(value.shape)}" if isinstance(value, StoredArray) else type(value).__name__
@@ -186,7 +186,7 @@ class TokenFile:
         return np.concatenate([np.zeros(0, np.int64), *(piece for _, piece in self.pieces())])
 
 
-def checked_ranges(values: NDArray[np.int64], total: int, path: Location) -> NDArray[Any]:
+def checked_ranges(values: NDArray[np.int64], total: int, path: Location) -> NDArray[np.uint64]:
     """Bounds of sequences. Raises FormatError unless they ascend from 0 to the number of rows."""
     if not len(values) or values[0] != 0 or values[-1] != total or bool((np.diff(values) < 0).any()):
         raise FormatError(

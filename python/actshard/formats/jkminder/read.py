@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -196,7 +196,7 @@ class ActivationCache:
         def head(names: Sequence[str], n: int) -> pa.Table:
             return columns.head(names, n)
 
-        provenance: dict[str, Any] = {"folder": "/".join(self.store.key.split("/")[-3:])}
+        provenance: dict[str, object] = {"folder": "/".join(self.store.key.split("/")[-3:])}
         if self.sequences:
             provenance["sequences"] = self.sequences
         return Contents(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -43,8 +41,8 @@ def check(root: Location, report: Report, tell: Tell) -> None:
                         )
 
 
-def _values(chunk: Chunk, name: str, options: Options) -> NDArray[Any]:
+def _values(chunk: Chunk, name: str, options: Options) -> NDArray[np.generic]:
     tokens = np.full(chunk.examples, chunk.tokens, np.uint32)
     rows = rows_of(name, [[chunk]], 1, tokens, options)
-    values: NDArray[Any] = rows.gather_whole(0, np.arange(chunk.examples), None, None)
+    values: NDArray[np.generic] = rows.gather_whole(0, np.arange(chunk.examples), None, None)
     return values.reshape(-1)

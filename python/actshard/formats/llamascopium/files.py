@@ -18,7 +18,6 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import actshard._native as _native
 from actshard._json import read_json
@@ -113,7 +112,7 @@ class Chunk:
 
     path: Location
     arrays: Mapping[str, StoredArray]
-    meta: Any
+    meta: object
     """The key ``meta`` of a .pt file; for safetensors, see :meth:`objects`."""
 
     @property
@@ -156,7 +155,7 @@ class Chunk:
                     f"{name}: expected elements in order, found the strides {array.strides}", path=self.path
                 )
 
-    def objects(self) -> list[dict[str, Any]] | None:
+    def objects(self) -> list[dict[str, object]] | None:
         """One object per sequence; None if the chunk has no objects.
 
         Raises:

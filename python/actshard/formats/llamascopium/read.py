@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,9 +147,9 @@ class ChunkFolder:
         names = dict.fromkeys(str(key) for record in objects or [] for key in record)
         return [name for name in names if name not in PER_TOKEN]
 
-    def objects(self, names: Sequence[str], most: int) -> dict[str, list[Any]]:
+    def objects(self, names: Sequence[str], most: int) -> dict[str, list[object]]:
         """Metadata values of the first examples."""
-        columns: dict[str, list[Any]] = {name: [] for name in names}
+        columns: dict[str, list[object]] = {name: [] for name in names}
         for chunk, first in zip(self.first, self.units, strict=False):
             if first >= most:
                 break

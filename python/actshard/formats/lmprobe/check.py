@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,8 +15,13 @@ from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, Extraction, t
 from actshard.formats.report import Report
 from actshard.location import Location
 
+if TYPE_CHECKING:
+    import pyarrow as pa
 
-def check(root: Location, report: Report, tell: Any) -> None:
+    from actshard.formats.format import Tell
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks the index's metadata, the header of every tensor file and every address."""
     dataset = report.faults.parse(root, lambda: Extraction(root, "auto"))
     if dataset is None:
@@ -103,7 +108,7 @@ def _claims(
             )
 
 
-def _check_hidden(dataset: Extraction, fields: Fields, listed_files: set[Location], report: Report, tell: Any) -> None:
+def _check_hidden(dataset: Extraction, fields: Fields, listed_files: set[Location], report: Report, tell: Tell) -> None:
     layers = fields.integers("layers")
     full = fields.value.get("storage") == "full_sequence"
     shards = fields.items("shards")
@@ -187,13 +192,13 @@ class _AddressCheck:
         self.report.add("column-type", self.dataset.parts[0], str(kind), "integers", "column 'num_tokens'")
         return False
 
-    def last_tokens(self, part: Location, row: int, batch: Any) -> None:
+    def last_tokens(self, part: Location, row: int, batch: pa.RecordBatch) -> None:
         """Checks a batch of the index with addresses of last tokens only."""
         shard, offset = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
         numbers = np.arange(row, row + batch.num_rows)
         _count(self.times, self.place(shard, offset, numbers, "last tokens", part, self.lasts))
 
-    def all_tokens(self, part: Location, row: int, batch: Any) -> None:
+    def all_tokens(self, part: Location, row: int, batch: pa.RecordBatch) -> None:
         """Checks a batch of the index with addresses of all tokens."""
         shard, offset = (int64_of(batch.column(name), name, part, row) for name in ("shard_index", "row_offset"))
         numbers = np.arange(row, row + batch.num_rows)
@@ -223,7 +228,7 @@ class _AddressCheck:
                 f"row {row + i}",
             )
 
-    def lengths(self, part: Location, row: int, batch: Any, lengths: NDArray[np.int64]) -> None:
+    def lengths(self, part: Location, row: int, batch: pa.RecordBatch, lengths: NDArray[np.int64]) -> None:
         """Compares the number of addresses of each row with its token count."""
         if "num_tokens" in batch.schema.names:
             counts = batch.column("num_tokens").to_numpy(zero_copy_only=False).astype(np.float64)
@@ -253,7 +258,9 @@ class _AddressCheck:
                 )
 
 
-def _check_addresses(dataset: Extraction, counts: list[int], lasts: int, full: bool, report: Report, tell: Any) -> None:
+def _check_addresses(
+    dataset: Extraction, counts: list[int], lasts: int, full: bool, report: Report, tell: Tell
+) -> None:
     names = ["shard_index", "row_offset", *(TOKEN_LISTS if full else ())]
     if any(dataset.names.count(name) != 1 for name in names):
         return  # reported by opening
@@ -381,5 +388,5 @@ def _check_texts(dataset: Extraction, report: Report) -> None:
         )
 
 
-def _hashes(values: list[Any]) -> NDArray[np.int64]:
+def _hashes(values: list[object]) -> NDArray[np.int64]:
     return np.fromiter((hash(v if isinstance(v, str) else repr(v)) for v in values), np.int64, len(values))

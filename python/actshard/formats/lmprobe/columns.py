@@ -51,7 +51,7 @@ class LmprobeCarrying(Carrying):
                 break
         return filler_names | empty
 
-    def metadata_kept(self, contents: Contents) -> dict[str, Any]:
+    def metadata_kept(self, contents: Contents) -> dict[str, object]:
         kept_metadata = without_files(contents.metadata)
         if not isinstance(_tensors(contents.metadata).get("hidden_layers"), dict):
             return kept_metadata
@@ -59,22 +59,22 @@ class LmprobeCarrying(Carrying):
         return {**kept_metadata, "tensors": {"hidden_layers": hidden}}
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
+        self, metadata: Mapping[str, object], contents: Contents | None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         declared = metadata.get("model")
-        model: dict[str, Any] = declared if isinstance(declared, dict) else {}
+        model: dict[str, object] = declared if isinstance(declared, dict) else {}
         rest = {name: value for name, value in metadata.items() if name not in _OF_FILES}
         pooling = _hidden(metadata).get("pooling")
         options = {"pooling": pooling} if isinstance(pooling, str) else {}
         return {"name": model.get("name"), "revision": model.get("revision"), **rest}, options
 
 
-def _tensors(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _tensors(metadata: Mapping[str, object]) -> dict[str, Any]:
     tensors = metadata.get("tensors")
     return tensors if isinstance(tensors, dict) else {}
 
 
-def _hidden(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _hidden(metadata: Mapping[str, object]) -> dict[str, object]:
     """The descriptor of hidden states; empty if there is none."""
     hidden = _tensors(metadata).get("hidden_layers")
     return hidden if isinstance(hidden, dict) else {}

@@ -98,7 +98,7 @@ class Index:
                 Remark("claim", f"num_prompts is {show(claimed)}, but the index has {self.num_rows} rows")
             )
 
-    def _file(self, part: Location, coded: Sequence[str] = ()) -> Any:
+    def _file(self, part: Location, coded: Sequence[str] = ()) -> pa.NativeFile:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -121,7 +121,7 @@ class Index:
         return self._file(self.parts[0]).schema_arrow
 
     def _read_metadata(self) -> dict[str, Any]:
-        first: dict[str, Any] | None = None
+        first: dict[str, object] | None = None
         for part in self.parts:
             schema = self._file(part).schema_arrow
             metadata = {}
@@ -343,7 +343,7 @@ def _unbounded(part: Location, source: pa.NativeFile, names: Sequence[str], most
 
 
 def _batches(
-    file: Any, footer: ParquetFooter, names: Sequence[str], rows: int, local: bool
+    file: pa.NativeFile, footer: ParquetFooter, names: Sequence[str], rows: int, local: bool
 ) -> Iterator[pa.RecordBatch]:
     """Reads columns in batches of at most ``rows`` rows, and in memory that does not depend on the file's size."""
     paths = [leaf.path for leaf in footer.leaves]
@@ -362,7 +362,7 @@ def _batches(
             first, size = end, 0
 
 
-def _json_or_text(value: bytes, part: Location) -> Any:
+def _json_or_text(value: bytes, part: Location) -> object:
     """A metadata value, parsed as JSON if possible, else the string itself, as in lmprobe's reader."""
     text = value.decode("utf-8", "replace")
     try:
@@ -372,19 +372,19 @@ def _json_or_text(value: bytes, part: Location) -> Any:
     return parse_json(text, part)
 
 
-def _is_text(kind: Any) -> bool:
+def _is_text(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     return kind in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary())
 
 
-def _is_coded(kind: Any) -> bool:
+def _is_coded(kind: pa.DataType) -> bool:
     import pyarrow as pa
 
     return bool(pa.types.is_dictionary(kind))
 
 
-def _holds_codes(kind: Any) -> bool:
+def _holds_codes(kind: pa.DataType) -> bool:
     """Whether a column contains dictionary codes, directly or nested in lists and structs, according to the type's name."""
     return _is_coded(kind) or "dictionary<" in str(kind)
 

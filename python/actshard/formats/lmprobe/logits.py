@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,13 +15,18 @@ from actshard.errors import ArgumentError
 from actshard.formats.target import LOGITS, ROUTER, AllExamples, arrays_in
 from actshard.work import rename
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 
 def is_router(name: str) -> bool:
     """Whether a column contains the router logits of a layer."""
     return name.startswith(ROUTER) and name.removeprefix(ROUTER).lstrip("-").isdigit()
 
 
-def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[str, Any]) -> dict[str, Any]:
+def write_logits(
+    root: Path, limit: int, examples: AllExamples, columns: dict[str, pa.Array | pa.ChunkedArray]
+) -> dict[str, Any]:
     """Writes logits and router tensors to files and removes them from the columns. Returns their descriptors.
 
     Args:
@@ -33,7 +38,7 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
     import pyarrow as pa
 
     n = len(examples)
-    descriptors: dict[str, Any] = {}
+    descriptors: dict[str, object] = {}
     if any(name in columns for name in LOGITS):
         if not all(name in columns for name in LOGITS):
             raise ArgumentError(f"columns: expected {LOGITS[0]} and {LOGITS[1]}, found only one of them")
@@ -89,7 +94,7 @@ def write_logits(root: Path, limit: int, examples: AllExamples, columns: dict[st
     return descriptors
 
 
-def _write_tensors(path: Path, tensors: dict[str, NDArray[Any]]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, NDArray[np.generic]]) -> None:
     """Writes a safetensors file: a JSON header padded to a multiple of 8 bytes, then the tensors."""
     offset, header = 0, {}
     for name, array in tensors.items():

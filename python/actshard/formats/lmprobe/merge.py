@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,11 @@ from actshard.formats.tables import IncompatibleTypesError, as_schema, common_sc
 from actshard.location import Location
 from actshard.work import make_folder, whole_file
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import pyarrow as pa
+
 _DESCRIBED = ("type", "layers", "dim", "storage", "pooling", "key_pattern", "k", "num_experts")
 """Descriptor fields that must agree between parts."""
 _HIDDEN_FILE = "tensors/hidden_layer{layer:03d}_shard{shard:03d}.safetensors"
@@ -30,7 +35,7 @@ _COUNTED = 64 << 20
 _LOGITS = ("logits_topk", "router_logits")
 
 
-def _schema(datasets: Sequence[Extraction]) -> Any:
+def _schema(datasets: Sequence[Extraction]) -> pa.Schema:
     """The schema with the columns of all indexes."""
     try:
         return functools.reduce(common_schema, (d.schema.remove_metadata() for d in datasets))
@@ -129,7 +134,7 @@ class _Extractions:
             tensors[kind] = {**tensors[kind], "file_pattern": pattern, "shards": descriptions}
         return tensors
 
-    def write_index(self, to: Any) -> None:
+    def write_index(self, to: Path | pa.NativeFile) -> None:
         """Writes an index with the new addresses to a path or a stream of pyarrow."""
         import pyarrow as pa
 
@@ -146,7 +151,7 @@ class _Extractions:
         keys = {f"lmprobe:{k}".encode(): json.dumps(v).encode() for k, v in metadata.items()}
         schema = _schema(datasets).with_metadata(keys)
 
-        def renumbered(p: int, columns: dict[str, Any], row: int, n: int) -> None:
+        def renumbered(p: int, columns: dict[str, pa.Array | pa.ChunkedArray], row: int, n: int) -> None:
             """Replaces the addresses in a batch of a part's index."""
             if self.hidden[p] is not None:
                 columns["shard_index"] = _plus(columns["shard_index"], self.last_at[p])
@@ -166,10 +171,10 @@ class _Extractions:
 
 
 def _write_index(
-    to: Any,
+    to: Path | pa.NativeFile,
     datasets: Sequence[Extraction],
-    schema: Any,
-    renumbered: Callable[[int, dict[str, Any], int, int], None],
+    schema: pa.Schema,
+    renumbered: Callable[[int, dict[str, pa.ChunkedArray], int, int], None],
 ) -> None:
     """Writes the merged index to a path or a stream of pyarrow.
 
@@ -192,13 +197,13 @@ def _starts_of(counts: Sequence[int]) -> list[int]:
     return [0, *np.cumsum(counts)[:-1].tolist()]
 
 
-def _plus(column: Any, n: int) -> Any:
+def _plus(column: pa.ChunkedArray, n: int) -> pa.ChunkedArray:
     import pyarrow.compute as pc
 
     return pc.add(column, n).cast(column.type)
 
 
-def _renumbered(column: Any, lasts: int, last_at: int, rest_at: int) -> Any:
+def _renumbered(column: pa.ChunkedArray, lasts: int, last_at: int, rest_at: int) -> pa.ChunkedArray:
     """Adds an offset to shard numbers in lists: one for last-token shards, another for sequence shards."""
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -213,7 +218,7 @@ class LmprobeMerger(Merger):
 
     makes: ClassVar[tuple[str, ...]] = ("tensors", "index")
 
-    def kind(self, contents: Contents) -> dict[str, Any]:
+    def kind(self, contents: Contents) -> Mapping[str, object]:
         return {
             "columns": sorted(contents.column_names),
             "tensors": {

@@ -19,7 +19,6 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -181,7 +180,7 @@ class Extraction(Index):
         """The descriptor of router tensors; None if there is none."""
         return self._descriptors("router", "router_logits")
 
-    def _open_hidden(self, fields: Fields) -> tuple[Rows, tuple[int, ...], int, np.dtype[Any]]:
+    def _open_hidden(self, fields: Fields) -> tuple[Rows, tuple[int, ...], int, np.dtype[np.generic]]:
         layers = fields.integers("layers")
         storage = fields.text("storage") if fields.has("storage") else "pooled"
         if storage not in ("pooled", "full_sequence"):
@@ -385,7 +384,7 @@ class Extraction(Index):
             raise FormatError(text, path=path, code="tensor")
         return dtype, shape[1]
 
-    def _numpy(self, name: str, fields: Fields) -> np.dtype[Any]:
+    def _numpy(self, name: str, fields: Fields) -> np.dtype[np.generic]:
         dtype = NUMPY_BY_NAME.get(name)
         if dtype is None:
             raise UnsupportedError(f"field '{fields.where}': dtype {name} has no numpy equivalent", path=fields.path)

@@ -105,10 +105,10 @@ class LmprobeTarget(Target):
         """Number of rows in each sequence shard."""
         self._weight = 0
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, FLOATS, "lmprobe", "")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {name: self.spec.options.get(name) for name in ("pooling", "model", "revision")}
         return {**super().config(), "storage": self.storage, "limit": self.limit, "created": self.created, **options}
 
@@ -120,8 +120,12 @@ class LmprobeTarget(Target):
 
     @classmethod
     def conversion_options(
-        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
-    ) -> dict[str, Any]:
+        cls,
+        source_options: Mapping[str, object],
+        user_options: Mapping[str, object],
+        tokens: str,
+        pooled: Callable[[], bool],
+    ) -> dict[str, object]:
         options = {**source_options, **user_options}
         if "storage" not in options:
             options["storage"] = "pooled" if tokens == "last" or pooled() else "full_sequence"
@@ -228,7 +232,7 @@ class LmprobeTarget(Target):
     def _working(self, layer: Layer, kind: str, shard: int) -> Path:
         return self.root / "tensors" / f".{kind}-{layer}-{shard}.part"
 
-    def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
+    def restore(self, states: Sequence[dict[str, object]], lengths: NDArray[np.int64]) -> None:
         self.n = 0
         self._rest, self._weight = [], 0
         if self.full and len(lengths):
@@ -343,7 +347,7 @@ class LmprobeTarget(Target):
         self._dirty |= set(files)
         self.n += len(block)
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return sorted(self._dirty), {}
 
     def committed(self) -> None:
@@ -418,9 +422,9 @@ class LmprobeTarget(Target):
         rename(working, path)
         return path
 
-    def _descriptor(self, shards: list[dict[str, int]], lasts: int) -> dict[str, Any]:
+    def _descriptor(self, shards: list[dict[str, int]], lasts: int) -> dict[str, object]:
         assert self.dtype is not None
-        descriptor: dict[str, Any] = {
+        descriptor: dict[str, object] = {
             "type": "hidden",
             "layers": list(self.spec.layers),
             "dim": self.spec.d_model,
@@ -434,7 +438,7 @@ class LmprobeTarget(Target):
             return {**descriptor, "last_token_shards": lasts, "shards": shards}
         return {**descriptor, "pooling": self.pooling, "row_bytes": self.row_bytes, "shards": shards}
 
-    def _columns(self, examples: AllExamples, tokens: NDArray[np.int64]) -> dict[str, Any]:
+    def _columns(self, examples: AllExamples, tokens: NDArray[np.int64]) -> dict[str, pa.Array | pa.ChunkedArray]:
         """The index's columns by name, except the per-token lists."""
         import pyarrow as pa
 
@@ -446,7 +450,7 @@ class LmprobeTarget(Target):
         )
         text = next((columns.pop(name) for name in TEXTS if name in columns), None)  # "text" precedes its other names
         last, row = np.divmod(np.arange(n), self.rows_per_shard)
-        index_columns: dict[str, Any] = {
+        index_columns: dict[str, object] = {
             "label": _label(columns.pop("label", None), n),
             "num_tokens": self._num_tokens(columns.pop("num_tokens", None), tokens),
             "shard_index": numbers(last.astype(np.int32)),
@@ -459,7 +463,7 @@ class LmprobeTarget(Target):
         index_columns |= {name: columns[name] for name in sorted(columns)}
         return index_columns
 
-    def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> Any:
+    def _num_tokens(self, column: pa.ChunkedArray | None, tokens: NDArray[np.int64]) -> pa.Array:
         """Token counts. For pooled data, the caller's counts or nulls, as lmprobe writes them."""
         import pyarrow as pa
 
@@ -472,7 +476,9 @@ class LmprobeTarget(Target):
         except pa.ArrowException as error:
             raise ArgumentError(f"num_tokens: expected 32-bit integers: {error}") from error
 
-    def _write_index(self, examples: AllExamples, columns: dict[str, Any], tensors: dict[str, Any]) -> None:
+    def _write_index(
+        self, examples: AllExamples, columns: dict[str, pa.Array | pa.ChunkedArray], tensors: dict[str, Any]
+    ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -576,7 +582,7 @@ def _is_label(kind: pa.DataType) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_boolean(kind)) or _is_text(kind)
 
 
-def _int32(name: str, column: Any, first: int) -> None:
+def _int32(name: str, column: pa.ChunkedArray, first: int) -> None:
     """Raises ArgumentError for integers beyond 32 bits."""
     import pyarrow as pa
 
@@ -586,7 +592,7 @@ def _int32(name: str, column: Any, first: int) -> None:
         raise ArgumentError(f"{name}, from example {first}: expected 32-bit integers: {error}") from error
 
 
-def _label(column: pa.ChunkedArray | None, n: int) -> Any:
+def _label(column: pa.ChunkedArray | None, n: int) -> pa.Array:
     """Labels as lmprobe stores them: int32 if all are integers or null, else text."""
     import pyarrow as pa
 

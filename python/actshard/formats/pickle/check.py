@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from actshard._json import Fields, read_json
 from actshard._native import Rows
@@ -15,10 +15,13 @@ from actshard.formats.pickle.read import ListedShard, machines_in, shards_of
 from actshard.formats.report import Report
 from actshard.location import Location
 
+if TYPE_CHECKING:
+    from actshard.formats.format import Tell
+
 _REQUIRED = ("version", "created_at", "extraction_config", "shards", "statistics")
 
 
-def check(root: Location, report: Report, tell: Any) -> None:
+def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks every metadata.json and every shard, then consistency across shards."""
     folders = [root] if (root / "metadata.json").exists() else machines_in(root) or [root]
     shards_by_sample: dict[int, list[Location]] = defaultdict(list)

@@ -26,7 +26,7 @@ class PickleCarrying(Carrying):
 
     def numbered_by_order(self, contents: Contents) -> bool:
         """Whether samples are numbered by order, according to the shards' ``sample_id_range``."""
-        shards: Any = contents.metadata.get("shards")
+        shards: object = contents.metadata.get("shards")
         if not isinstance(shards, list):
             return False
         first = 0
@@ -69,14 +69,14 @@ class PickleCarrying(Carrying):
         table = table.drop_columns(["text"])
         return table.set_column(table.column_names.index(PREVIEW), PREVIEW, texts)
 
-    def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:
         config = metadata.get("extraction_config") or {}
         return checked_origin(config.get(ORIGIN)) if isinstance(config, dict) else None
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        config = metadata.get("extraction_config")
-        if not isinstance(config, dict) and isinstance(metadata.get("machines"), dict):
-            config = next((m.get("extraction_config") for m in metadata["machines"].values()), None)
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        config: Any = metadata.get("extraction_config")
+        if not isinstance(config, dict) and isinstance(machines := metadata.get("machines"), dict):
+            config = next((m.get("extraction_config") for m in machines.values()), None)
         return {k: v for k, v in (config or {}).items() if k not in _OF_FILES}, {}

@@ -31,7 +31,7 @@ def _check(plan: Merge) -> None:
     check_column_types(plan, [c.unit_columns(0) for c in contents if c.unit_columns is not None])
 
 
-def _plan_moves(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, Any]]:
+def _plan_moves(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, object]]:
     """Returns each shard with its new name, and the merged metadata."""
     described = [Fields(read_json(p / "metadata.json"), p / "metadata.json") for p in plan.parts]
     moves: list[tuple[Path, str]] = []

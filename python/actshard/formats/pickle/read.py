@@ -74,14 +74,14 @@ def detect(path: Location) -> Evidence:
     return Evidence(True, LOOKED_FOR, f"{len(machines)} folders of pickle shards of one extraction")
 
 
-def _extraction(config: Any) -> Any:
+def _extraction(config: object) -> object:
     """The settings that must agree between machines. The longest sample and the batch size may differ."""
     if not isinstance(config, dict):
         return config
     return {name: value for name, value in config.items() if name not in ("max_seq_length", "batch_size")}
 
 
-def _difference(a: Any, b: Any) -> str:
+def _difference(a: object, b: object) -> str:
     if not isinstance(a, dict) or not isinstance(b, dict):
         return "extraction_config"
     return next((f"extraction_config.{show(k)[1:-1]}" for k in [*a, *b] if a.get(k) != b.get(k)), "extraction_config")
@@ -433,7 +433,7 @@ def _fields_of(rows: Rows, shard: int) -> list[str]:
     return list(dict.fromkeys(name for part in (_metadata(r[4]) for r in rows.records(shard)) for name in part))
 
 
-def _metadata(value: Any) -> dict[str, Any]:
+def _metadata(value: object) -> dict[str, object]:
     """A sample's metadata as columns. Names that collide with other columns get the prefix ``metadata.``."""
     if value is None:
         return {}
@@ -460,12 +460,12 @@ def _columns(
     path: Location, rows: Rows, shards: Sequence[ListedShard], names: Sequence[str], only: Sequence[int] | None = None
 ) -> pa.Table:
     requested_names = set(names)
-    parts: list[tuple[dict[str, list[Any]], int]] = []
+    parts: list[tuple[dict[str, list[object]], int]] = []
     column_names = set(OWN_COLUMNS)
     every = requested_names >= column_names
     for i in range(len(shards)) if only is None else only:
         records = rows.records(i) if shards[i].samples else []
-        columns: dict[str, list[Any]] = {}
+        columns: dict[str, list[object]] = {}
         for name, values in zip(OWN_COLUMNS, zip(*(r[:4] for r in records), strict=True), strict=False):
             if name in requested_names:
                 columns[name] = list(values)

@@ -104,12 +104,12 @@ class PickleTarget(Target):
         """Number of earlier shards, which other tasks of a plan write."""
         self.shards: list[dict[str, Any]] = []
         self._new: list[Path] = []
-        self._added: list[dict[str, Any]] = []
+        self._added: list[dict[str, object]] = []
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, ("F16", "F64", "F32"), "pickle", "")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         options = {"compress": self.compress, "level": self.level, "shard_bytes": self.block_bytes}
         machine = {"machine": [self.machine, self.machines], "base": self.base, "per_machine": self.per_machine}
         return {**super().config(), **options, **machine, "created": self.created}
@@ -175,7 +175,7 @@ class PickleTarget(Target):
 
     def states_at(
         self, lengths: NDArray[np.int64], firsts: Sequence[int], blocks: Sequence[int]
-    ) -> list[dict[str, Any]]:
+    ) -> list[dict[str, object]]:
         return [{"shards": before} for before in blocks]
 
     def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
@@ -203,7 +203,7 @@ class PickleTarget(Target):
         self._new.append(path)
         self.n += len(block)
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return [_working(path) for path in self._new], {"shards": self._added}
 
     def committed(self) -> None:
@@ -275,7 +275,7 @@ class PickleTarget(Target):
 def shard_listing(
     shards: Sequence[Mapping[str, Any]],
     n: int,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     created: str,
     machine: int,
     machines: int,
@@ -311,7 +311,7 @@ class Opcodes:
     Opcodes are documented in Python's ``pickletools``. Arrays are pickled like ``numpy.ndarray.__reduce__``.
     """
 
-    def __init__(self, dtype: np.dtype[Any], align: int) -> None:
+    def __init__(self, dtype: np.dtype[np.generic], align: int) -> None:
         self._segments: list[NDArray[np.uint8]] = []
         self._text = bytearray(b"\x80\x04}(")  # PROTO 4, EMPTY_DICT, MARK
         self._before = 0
@@ -335,7 +335,7 @@ class Opcodes:
         shape: tuple[int, int],
         rows: NDArray[np.uint8],
         preview: str | None,
-        metadata: dict[str, Any],
+        metadata: dict[str, object],
     ) -> None:
         """Adds a sample to the current layer."""
         text = self._text
@@ -393,7 +393,7 @@ class Opcodes:
         return self._segments
 
 
-def _safe(value: Any) -> Any:
+def _safe(value: object) -> object:
     """Converts a value to types that unpickle without imports; dates and decimals become strings."""
     if isinstance(value, np.generic):
         value = value.item()  # pyarrow returns half floats as numpy scalars
@@ -408,7 +408,7 @@ def _safe(value: Any) -> Any:
     return str(value)
 
 
-def _plain(value: Any) -> bytes:
+def _plain(value: object) -> bytes:
     """Opcodes of a plain value, usable anywhere: protocol 3 has no frames, and ``fast`` disables the memo."""
     out = io.BytesIO()
     pickler = pickle.Pickler(out, 3)

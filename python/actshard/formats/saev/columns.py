@@ -10,6 +10,8 @@ from actshard.formats.carrying import ORIGIN, Carrying, checked_origin
 from actshard.formats.saev.read import BUDGET, CHECKPOINT, D_MODEL, FAMILY
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from actshard.formats.contents import Contents
 
 
@@ -18,7 +20,7 @@ class SaevCarrying(Carrying):
 
     number_column: ClassVar[str | None] = "example_idx"
 
-    def origin(self, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:
         data = metadata.get("data")
         if isinstance(data, str) and data.startswith(f'{{"{ORIGIN}"'):
             try:
@@ -27,13 +29,13 @@ class SaevCarrying(Carrying):
                 return None
         return checked_origin(data.get(ORIGIN)) if isinstance(data, dict) else None
 
-    def content_only(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    def content_only(self, metadata: Mapping[str, object]) -> dict[str, Any]:
         return {**metadata, "cls_token": False}
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        def first(names: Sequence[str]) -> Any:
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        def first(names: Sequence[str]) -> pa.Table:
             return next((metadata[n] for n in names if n in metadata), None)
 
         kept_metadata = {
@@ -43,12 +45,14 @@ class SaevCarrying(Carrying):
             "dataset": metadata.get("dataset"),
             "pixel_agg": metadata.get("pixel_agg"),
         }
-        options: dict[str, Any] = {"cls_token": bool(metadata.get("cls_token", "layers" not in metadata))}
+        options: dict[str, object] = {"cls_token": bool(metadata.get("cls_token", "layers" not in metadata))}
         budget = first(BUDGET)
         if isinstance(budget, int) and first(D_MODEL):
             options["max_tokens_per_shard"] = budget
         return {k: v for k, v in kept_metadata.items() if v is not None}, options
 
-    def metadata_from(self, contents: Contents, origin: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    def metadata_from(
+        self, contents: Contents, origin: dict[str, object]
+    ) -> tuple[dict[str, object], dict[str, object]]:
         text = json.dumps({ORIGIN: origin}, separators=(",", ":"), ensure_ascii=False, default=str)
         return {"ckpt": contents.model or "unknown", "data": text}, {"cls_token": bool(contents.special_tokens)}

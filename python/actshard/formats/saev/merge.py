@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from actshard.formats.saev.read import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE
 from actshard.formats.saev.read import open as open_dump
 from actshard.location import Location
 from actshard.work import as_json, rename, write_bytes, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class _Shards:
             copied.append(Assembled(name, stretches, size))
         return copied, moves
 
-    def listing(self) -> list[dict[str, Any]]:
+    def listing(self) -> list[dict[str, object]]:
         """Contents of shards.json."""
         name = self.dumps[0].fields.name(*N_EXAMPLES)
         word = name if name in ("n_ex", "n_imgs") else "n_examples"
@@ -179,7 +182,7 @@ class SaevMerger(Merger):
     makes: ClassVar[tuple[str, ...]] = (_WORK,)
     names_itself: ClassVar[bool] = True
 
-    def kind(self, contents: Contents) -> dict[str, Any]:
+    def kind(self, contents: Contents) -> Mapping[str, object]:
         return {
             "tokens per example": contents.tokens_each,
             "protocol": contents.metadata.get("protocol"),

@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,7 +45,11 @@ from actshard.formats.format import Tell
 from actshard.location import Location
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pyarrow as pa
+
+Scalar = TypeVar("Scalar", bound=np.generic)
 
 # All names of each field, current name first; see the table of eras in docs/formats/saev.md.
 N_EXAMPLES = ("n_examples", "n_ex", "n_imgs")
@@ -167,7 +171,7 @@ class DumpMetadata:
         shards = [(self.path / _name(i), min(self.eps, self.n - i * self.eps)) for i in range(min(present, expected))]
         return shards if present >= expected else [(shard, count) for shard, count in shards if shard.exists()]
 
-    def _listed_shards(self, value: list[Any], listing: Location) -> list[tuple[Location, int]]:
+    def _listed_shards(self, value: list[object], listing: Location) -> list[tuple[Location, int]]:
         shards: list[tuple[Location, int]] = []
         names: set[Location] = set()
         for i, entry in enumerate(value):
@@ -354,7 +358,7 @@ def _size_of_shard(shard: Location, count: int, eps: int, example_bytes: int, *,
     return stat.size
 
 
-def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]) -> None:
+def _check_hash(path: Location, metadata: dict[str, object], warnings: list[Remark]) -> None:
     """Warns unless the folder's name is a hash of its metadata, as computed by any version of saev."""
     if path.name not in hashes(metadata):
         warnings.append(
@@ -366,7 +370,7 @@ def _check_hash(path: Location, metadata: dict[str, Any], warnings: list[Remark]
         )
 
 
-def hashes(metadata: dict[str, Any]) -> tuple[str, ...]:
+def hashes(metadata: Mapping[str, object]) -> tuple[str, ...]:
     """The names that the versions of saev would give this dataset's folder, current version first."""
 
     def digest(text: str) -> str:
@@ -404,7 +408,7 @@ def _content_lengths(path: Location, n: int, content: int) -> NDArray[np.int64] 
     return read.astype(np.int64)
 
 
-def _whole(path: Location, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any] | None:
+def _whole(path: Location, shape: tuple[int, ...], dtype: np.dtype[Scalar]) -> NDArray[Scalar] | None:
     """Reads a file that must have exactly this shape and dtype; None if it does not exist."""
     size = int(np.prod(shape, dtype=object)) * dtype.itemsize
     if not path.exists():

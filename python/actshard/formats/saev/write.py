@@ -78,7 +78,7 @@ class SaevTarget(Target):
     def check_dtype(self, dtype: np.dtype[Any]) -> None:
         only(dtype, ("F32",), "saev", "")
 
-    def take_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    def take_dtype(self, dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:
         if self.spec.dtype is None:
             self.check_dtype(dtype)
         return np.dtype(np.float32)
@@ -91,8 +91,12 @@ class SaevTarget(Target):
 
     @classmethod
     def conversion_options(
-        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
-    ) -> dict[str, Any]:
+        cls,
+        source_options: Mapping[str, object],
+        user_options: Mapping[str, object],
+        tokens: str,
+        pooled: Callable[[], bool],
+    ) -> dict[str, object]:
         return {**source_options, **({} if tokens == "all" else {"cls_token": False}), **user_options}
 
     @property
@@ -143,7 +147,7 @@ class SaevTarget(Target):
     def example_bytes(self) -> int:
         return self.per_example * self.spec.d_model * ITEMSIZE
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {
             **super().config(),
             "tokens": self._tokens,
@@ -153,7 +157,7 @@ class SaevTarget(Target):
             "shard_bytes": self.spec.shard_bytes,
         }
 
-    def adopt(self, config: dict[str, Any]) -> None:
+    def adopt(self, config: dict[str, object]) -> None:
         tokens = config["tokens"]
         if tokens is not None and (type(tokens) is not int or tokens < 1):
             raise ValueError(f"tokens {tokens!r}")
@@ -271,7 +275,7 @@ class SaevTarget(Target):
         if PATCH_LABELS in table.column_names:
             self._checked(table[PATCH_LABELS], len(table))
 
-    def _checked(self, column: Any, n: int) -> NDArray[np.uint8]:
+    def _checked(self, column: pa.ChunkedArray, n: int) -> NDArray[np.uint8]:
         """Returns labels after checking that there is one per content token."""
         assert self._tokens is not None
         content = self._tokens - self.cls
@@ -316,7 +320,7 @@ class SaevTarget(Target):
         assert block.columns is not None
         return self._checked(block.columns[PATCH_LABELS], len(block))
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return sorted(self._dirty), {"labels": self.has_labels}
 
     def committed(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -19,10 +19,10 @@ class SafetensorsTarget(PlainTarget):
     suffix: ClassVar[str] = ".safetensors"
     hint: ClassVar[str] = f'safetensors.safe_open("{{file}}", "pt").get_slice("{KEY}")'
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, FLOATS, "safetensors", "")
 
-    def header(self, key: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    def header(self, key: str, dtype: np.dtype[np.generic], shape: tuple[int, ...]) -> bytes:
         """A header with room for any shape, filled with spaces."""
         name = "I64" if dtype.kind == "i" else name_of(dtype)
         header, largest = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from actshard.formats.carrying import Carrying
 from actshard.formats.speculators.files import LAYERS, SCALED_BY
@@ -22,6 +22,6 @@ class SpeculatorsCarrying(Carrying):
     of_files: ClassVar[frozenset[str]] = _OF_FILES
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
         return {name: value for name, value in metadata.items() if name not in _OF_FILES}, {}

@@ -6,7 +6,7 @@ The shape and dtype are the same in all files. Offsets are checked against files
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from numpy.typing import NDArray
 from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
 from actshard.formats.speculators.files import FLOATS, FOLDER, AllStates, StatesFile, data_files
 from actshard.location import Location
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _VERSION = 1
 _FURTHEST = 1 << 40
@@ -43,7 +46,9 @@ def states_of_rows(
     return states
 
 
-def _restore_states(tokens: NDArray[np.int64], header: dict[str, Any], arrays: list[NDArray[Any]]) -> AllStates | None:
+def _restore_states(
+    tokens: NDArray[np.int64], header: Mapping[str, object], arrays: list[NDArray[Any]]
+) -> AllStates | None:
     """The states; None if the index is invalid."""
     layers, width, dtype = header.get("layers"), header.get("width"), header.get("dtype")
     if type(layers) is not int or type(width) is not int or dtype not in FLOATS:

@@ -108,13 +108,13 @@ def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.ui
     )
 
 
-def _stored_as(states: AllStates) -> dict[str, Any]:
+def _stored_as(states: AllStates) -> dict[str, object]:
     """The stored dtypes, if they differ from the rows' dtype."""
     stored = sorted({file.stored for file in states.files if file is not None})
     return {} if stored == [states.dtype] else {"stored_dtype": " and ".join(stored)}
 
 
-def _names(path: Location, states: AllStates, info: dict[str, Any]) -> tuple[Layer, ...] | None:
+def _names(path: Location, states: AllStates, info: dict[str, object]) -> tuple[Layer, ...] | None:
     """Names of the layers before the last, if actshard wrote them."""
     names = info.get(LAYERS)
     if names is None:

@@ -101,7 +101,7 @@ class SpeculatorsTarget(TokenTarget):
                 return [("scales", stored)]
         return [("scales", f"{stored}: {self.scaling.loss}" if self.n else f"{stored}; convert() measures the error")]
 
-    def as_read(self, block: Block) -> NDArray[Any]:
+    def as_read(self, block: Block) -> NDArray[np.generic]:
         if self.scaling is None:
             return block.memory
         decoded_rows, memory = np.empty_like(block.memory), block.memory
@@ -113,10 +113,10 @@ class SpeculatorsTarget(TokenTarget):
                 decoded_rows[start : start + n] = decoded_states[:, k]
         return decoded_rows
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, FLOATS, "speculators", "")
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         scaled = {} if self.scaling is None else {"scales": [self.scaling.name, self.scaling.scales]}
         return {**super().config(), "last": self.last, **scaled}
 
@@ -162,7 +162,7 @@ class SpeculatorsTarget(TokenTarget):
         shape = (tokens, len(self.order), self.spec.d_model)
         return math.prod(shape) + 4 * math.prod(self.scaling.shape(*shape))
 
-    def _fill(self, body: NDArray[np.uint8], layers: Sequence[NDArray[Any]], example: int) -> None:
+    def _fill(self, body: NDArray[np.uint8], layers: Sequence[NDArray[np.generic]], example: int) -> None:
         """Fills the bytes after the token ids from the states of each layer, ``(tokens, d_model)``."""
         if self.scaling is None:
             into = body.reshape(-1, len(layers), self.row_bytes)
@@ -199,7 +199,7 @@ class SpeculatorsTarget(TokenTarget):
         self._dirty += [path for path, _ in files]
         self.n += len(block)
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         return self._dirty, {} if self.scaling is None else {"scales": asdict(self.scaling.loss)}
 
     def committed(self) -> None:
@@ -232,7 +232,7 @@ class SpeculatorsTarget(TokenTarget):
         return len(tokens), len(tokens) + 3, int(tokens.sum()) * (token_bytes + 12) + 200 * len(tokens)
 
 
-def write_rows(root: Path, columns: pa.Table, layers: Sequence[Layer] | None, metadata: Mapping[str, Any]) -> None:
+def write_rows(root: Path, columns: pa.Table, layers: Sequence[Layer] | None, metadata: Mapping[str, object]) -> None:
     """Writes the Arrow rows, dataset_info.json and, last, state.json.
 
     Args:
@@ -253,7 +253,7 @@ def write_rows(root: Path, columns: pa.Table, layers: Sequence[Layer] | None, me
     names = {} if layers is None else {LAYERS: list(layers)}
     _write_json(root / INFO, {**metadata, **info, **names})
     sync_folders([root])
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "_data_files": [{"filename": _ROWS}],
         "_fingerprint": _fingerprint(table),
         "_format_columns": None,
@@ -282,7 +282,7 @@ def _rows(columns: pa.Table) -> pa.Table:
     return pa.table(arrays).replace_schema_metadata({"huggingface": info})
 
 
-def _lists(ends: NDArray[np.int64], values: NDArray[Any]) -> pa.ChunkedArray:
+def _lists(ends: NDArray[np.int64], values: NDArray[np.generic]) -> pa.ChunkedArray:
     """Lists, in chunks that are small enough for 32-bit offsets, as ``datasets`` expects."""
     import pyarrow as pa
 
@@ -306,5 +306,5 @@ def _fingerprint(table: pa.Table) -> str:
     return digest.hexdigest()[:16]
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     write_bytes(path, json.dumps(value, indent=2, sort_keys=True).encode())
