@@ -163,7 +163,7 @@ def _key(key: object) -> object:
     return key.name if isinstance(key, RefusedObject) else key
 
 
-def _keys(value: Any) -> str:
+def _keys(value: object) -> str:
     if isinstance(value, dict):
         shown = ", ".join(repr(_key(key))[:40] for key in list(value)[:12])
         return f"the keys {shown}" + (", ..." if len(value) > 12 else "")
