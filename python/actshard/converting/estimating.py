@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +55,7 @@ class Estimate:
 
     name: str
     format: str
-    options: Mapping[str, int | str]
+    options: Mapping[str, Any]
     """Arguments of :func:`actshard.convert`."""
     dtype: str | None
     """The dtype of the rows as a reader returns them."""
@@ -154,7 +155,7 @@ class _RowSample:
 
 
 def _estimate(store: Store, form: Form, sample: _RowSample) -> Estimate:
-    options = dict(form.options)
+    options: dict[str, Any] = dict(form.options)
     with tempfile.TemporaryDirectory(prefix="actshard-estimate-") as scratch:
         folder = Path(scratch) / "d"
         size = preview(store, folder, form.format, overflow="allow", **options)[0]
