@@ -13,13 +13,13 @@ import typer
 
 import actshard
 from actshard._arguments import many
+from actshard.capturing import request_files
+from actshard.capturing.request_files import Fold
 from actshard.capturing.running import OnNonfinite
 from actshard.cli._app import FINE, WARNINGS
 from actshard.cli._format import duration, size
 from actshard.cli._layers import several
 from actshard.cli._progress import progress
-from actshard.compat import vllm
-from actshard.compat.vllm import Fold
 from actshard.errors import ArgumentError
 from actshard.layers import Layer, listing
 
@@ -115,7 +115,7 @@ def fold(requests: str, places: list[str], to: str, *, quiet: bool, layers: list
             typer.echo(f"{many(state.examples, 'request')}, {len(state.leftovers)} not whole", err=True)
 
     names = None if isinstance(layers, str) else layers
-    return vllm.fold(requests, out, to, layers=names, progress=tell, **options)
+    return request_files.fold(requests, out, to, layers=names, progress=tell, **options)
 
 
 def fold_status(fold: Fold) -> int:
