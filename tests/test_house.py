@@ -279,7 +279,6 @@ ON_PATHS = {
     "caching": "a folder of this machine",
     "compat.speculators.transfer": "writes rows for speculators beside a store",
     "compat.saev.copying": "copies a dump to this machine's disk",
-    "capturing.request_files": "takes the locks of the server that writes the files",
     "tokens.writing": "writes",
     "tokens.building": "writes",
     "tokens.combining": "writes",

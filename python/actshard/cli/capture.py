@@ -73,9 +73,10 @@ def columns_chosen(words: str) -> list[str] | None:
 
 def nonfinite_named(words: str) -> OnNonfinite:
     """Parses ``--on-nonfinite``."""
-    if words not in ("refuse", "count"):
+    choices: dict[str, OnNonfinite] = {"refuse": "refuse", "count": "count"}
+    if words not in choices:
         raise ArgumentError(f"on_nonfinite: expected refuse or count, found {words!r:.80}")
-    return words
+    return choices[words]
 
 
 def part_named(words: str) -> tuple[int, int] | None:
