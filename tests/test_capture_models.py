@@ -588,6 +588,9 @@ def test_no_states_are_kept_after_a_capture(tmp_path: Path) -> None:
 
 def test_a_vision_model_is_captured_by_the_numbers_of_its_images(tmp_path: Path) -> None:
     """Patch tokens and CLS of a ViT, as a function: bit-equal to the model's own hidden states for the same batch."""
+    import torch
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.ViTConfig(
         image_size=16, patch_size=8, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
@@ -595,7 +598,7 @@ def test_a_vision_model_is_captured_by_the_numbers_of_its_images(tmp_path: Path)
     model = transformers.ViTModel(config, add_pooling_layer=False).eval()
     images = torch.randn(7, 3, 16, 16)
 
-    def states(ids: np.ndarray, mask: np.ndarray) -> dict[int, Any]:
+    def states(ids: np.ndarray, mask: np.ndarray) -> dict[actshard.Layer, Any]:
         with torch.no_grad():
             output = model(pixel_values=images[ids[:, 0]], output_hidden_states=True)
         return dict(enumerate(output.hidden_states))

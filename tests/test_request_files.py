@@ -180,10 +180,10 @@ def test_ctrl_c_keeps_committed_examples_and_resume_goes_on(requests: Path, tmp_
 
 SCRIPT = """
 import os, signal, sys
+from actshard.capturing import request_files
 from actshard.compat import vllm
 from actshard.writing import Writer
-from pathlib import Path
-vllm._BLOCK = 1
+request_files._BLOCK = 1
 flush, calls = Writer.flush, []
 def killing(writer):
     calls.append(0)
@@ -239,7 +239,7 @@ def test_another_file_of_a_committed_request_is_refused(requests: Path, tmp_path
         ({"format": "saev", "layers": [0, 1, 2], "dtype": "float32"}, actshard.ArgumentError, "stores no columns"),
         ({"incomplete": "ignore"}, actshard.ArgumentError, "incomplete"),
         ({"idle": -1}, actshard.ArgumentError, "idle"),
-        ({"follow": 1}, actshard.ArgumentError, "follow"),
+        ({"follow": "yes"}, actshard.ArgumentError, "follow"),
     ],
 )
 def test_invalid_arguments_are_refused(

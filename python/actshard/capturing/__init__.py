@@ -5,6 +5,7 @@
 - ``backend``: the interface of models; ``callables``, ``hooks`` and ``transformers_models`` implement it
 - ``running``, ``appending``: computes batches, and appends them in another thread
 - ``unfinished``: what a resumed capture compares and continues
+- ``request_files``: makes a dataset of the files of an inference server, without a model
 - ``arguments``: checks the arguments; ``job``: puts them together; ``result``: what is returned
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -154,22 +154,8 @@ def capture_command(
     from actshard.cli.convert import options_named
 
     if from_vllm:
-        fold = verb.fold(
-            from_vllm,
-            [model, texts, out],
-            to,
-            quiet=quiet or json,
-            layers=verb.layers_named(layers),
-            dtype=dtype or None,
-            follow=follow,
-            idle=idle,
-            incomplete=incomplete,
-            resume=resume,
-            delete=delete,
-            options=options_named(option or [], "the target format"),
-        )
-        output(json, fold.as_dict, lambda: verb.show_fold(fold))
-        raise typer.Exit(verb.fold_status(fold))
+        ends = {"follow": follow, "idle": idle, "incomplete": incomplete, "delete": delete, "resume": resume}
+        _fold(from_vllm, [model, texts, out], to, layers, dtype, option, ends, quiet=quiet, json=json)
     verb.check_places(texts, out)
     result = verb.run(
         verb.model_named(model),
@@ -201,3 +187,28 @@ def capture_command(
     )
     output(json, result.as_dict, lambda: verb.show(result))
     raise typer.Exit(verb.exit_status(result))
+
+
+def _fold(
+    requests: str,
+    places: list[str],
+    to: str,
+    layers: str,
+    dtype: str,
+    option: list[str] | None,
+    ends: dict[str, Any],
+    *,
+    quiet: bool,
+    json: bool,
+) -> NoReturn:
+    """``actshard capture --from-vllm``. ``ends``: the options that tell when it ends, and what becomes of the files."""
+    from actshard.cli import capture as verb
+    from actshard.cli.convert import options_named
+
+    options = options_named(option or [], "the target format")
+    names = verb.layers_named(layers)
+    fold = verb.fold(
+        requests, places, to, quiet=quiet or json, layers=names, dtype=dtype or None, options=options, **ends
+    )
+    output(json, fold.as_dict, lambda: verb.show_fold(fold))
+    raise typer.Exit(verb.fold_status(fold))

@@ -13,13 +13,13 @@ import typer
 
 import actshard
 from actshard._arguments import many
+from actshard.capturing import request_files
+from actshard.capturing.request_files import Fold
 from actshard.capturing.running import OnNonfinite
 from actshard.cli._app import FINE, WARNINGS
 from actshard.cli._format import duration, size
 from actshard.cli._layers import several
 from actshard.cli._progress import progress
-from actshard.compat import vllm
-from actshard.compat.vllm import Fold
 from actshard.errors import ArgumentError
 from actshard.layers import Layer, listing
 
@@ -73,9 +73,10 @@ def columns_chosen(words: str) -> list[str] | None:
 
 def nonfinite_named(words: str) -> OnNonfinite:
     """Parses ``--on-nonfinite``."""
-    if words not in ("refuse", "count"):
+    choices: dict[str, OnNonfinite] = {"refuse": "refuse", "count": "count"}
+    if words not in choices:
         raise ArgumentError(f"on_nonfinite: expected refuse or count, found {words!r:.80}")
-    return words
+    return choices[words]
 
 
 def part_named(words: str) -> tuple[int, int] | None:
@@ -115,7 +116,7 @@ def fold(requests: str, places: list[str], to: str, *, quiet: bool, layers: list
             typer.echo(f"{many(state.examples, 'request')}, {len(state.leftovers)} not whole", err=True)
 
     names = None if isinstance(layers, str) else layers
-    return vllm.fold(requests, out, to, layers=names, progress=tell, **options)
+    return request_files.fold(requests, out, to, layers=names, progress=tell, **options)
 
 
 def fold_status(fold: Fold) -> int:
