@@ -336,8 +336,7 @@ class Store(StreamVerbs, SampledVerbs):
         from actshard.choosing import resolve
 
         self._check_not_closed()
-        with memory_for_flags(self):
-            return self._choose(resolve(self, examples))
+        return self._choose(resolve(self, examples))
 
     def split(self, test: float = 0.2, *, by: str | ArrayLike | None = None, seed: int = 0) -> tuple[Store, Store]:
         """Returns two stores, for training and for testing: ``train, test = store.split(test=0.2, by="verb")``.
