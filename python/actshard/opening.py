@@ -32,6 +32,7 @@ from actshard.store import Store
 
 if TYPE_CHECKING:
     import numpy as np
+
     from actshard.tokens.cache import TokenCache
 
 
