@@ -163,6 +163,12 @@ def other_file(folder: Path) -> Path:
     return path
 
 
+def bits_as_integers(folder: Path) -> Path:
+    np.save(folder / "a.npy", np.arange(24, dtype=np.uint16).reshape(3, 8))
+    (folder / "layout.toml").write_text("version = 1\n[activations]\nfiles = 'a.npy'\naxes = ['row', 'dim']\n")
+    return folder
+
+
 def skipping(folder: Path) -> Path:
     path = copied(GOLDEN / "draft/specforge_eagle3", folder)
     (path / "rows_5-10/data_7.ckpt").unlink()
@@ -189,6 +195,7 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "constant-layer": values(lambda rows: rows.__setitem__(..., rows[0, 0, 0].copy())),
     "duplicate-example": values(lambda rows: rows.__setitem__(5, rows[4])),
     "oversized-file": torch_folder("pt_zoo/slice_of_large_base.pt", "a"),
+    "integer-rows": bits_as_integers,
     "unread-object": torch_folder("hostile/lookup_only.pt", "t"),
     "record-checksum": torch_folder("hostile/crc_wrong.pt", "h"),
     "token-range": cache(IDS, {"input_ids": [1, 9]}, metadata={"vocab_size": 9}),

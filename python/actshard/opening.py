@@ -31,6 +31,8 @@ from actshard.storage import Remote
 from actshard.store import Store
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from actshard.tokens.cache import TokenCache
 
 
@@ -279,15 +281,20 @@ def _opened(
         short(store.layers),
         store.dtype,
     )
-    if store.dtype.kind in "iu" and store.dtype.itemsize == 2:
-        text = (
-            f"rows are {store.dtype}, perhaps the bits of bfloat16 numbers, which rows.view(ml_dtypes.bfloat16) reads"
-        )
-        store.warnings = (*store.warnings, Remark("integer-rows", text))
-    if refused := sorted(_refused(root) - before):
-        text = f"the server refuses these names, and does not list any; taken as absent: {', '.join(refused)}"
-        store.warnings = (*store.warnings, Remark("not-listed", text))
+    store.warnings = (*store.warnings, *_remarks(store.dtype, sorted(_refused(root) - before)))
     return store
+
+
+def _remarks(dtype: np.dtype[Any], refused: Sequence[str]) -> list[Remark]:
+    """Warnings about any dataset: rows that may be bits, and names that a server refused."""
+    remarks = []
+    if dtype.kind in "iu" and dtype.itemsize == 2:
+        text = f"rows are {dtype}, perhaps the bits of bfloat16 numbers, which rows.view(ml_dtypes.bfloat16) reads"
+        remarks.append(Remark("integer-rows", text))
+    if refused:
+        text = f"the server refuses these names, and does not list any; taken as absent: {', '.join(refused)}"
+        remarks.append(Remark("not-listed", text))
+    return remarks
 
 
 def _is_one_dataset(folders: Sequence[Location], format: str | None) -> bool:

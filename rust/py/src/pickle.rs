@@ -225,7 +225,8 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
                 Bound::new(py, RefusedObject { name, global_at })?.into_any()
             }
             Node::Unfinished | Node::Storage(_) => {
-                return Err(Error::new(Kind::UnsafePickle, "contains an object that is not a plain value").into());
+                let error = Error::new(Kind::UnsafePickle, "contains an object that is not a plain value");
+                return Err(tree.global_at(id).map_or(error.clone(), |at| error.byte(at)).into());
             }
         })
     }

@@ -284,7 +284,7 @@ def _native_name(dtype: np.dtype[Any]) -> str:
     return name_of(dtype)
 
 
-class Shards(OpenedFile):
+class ShardedFile(OpenedFile):
     """Files that together have the arrays of one, each array in one of them. Its path and metadata are those of the first."""
 
     def __init__(self, files: Sequence[OpenedFile]) -> None:

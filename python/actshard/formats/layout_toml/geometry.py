@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import FormatError
+from actshard.errors import FormatError, UnsupportedError
 from actshard.location import Location
 
 
@@ -120,3 +120,29 @@ def _split(name: str, axis: Axis, factors: Mapping[str, int], path: Location) ->
         axes[part] = Axis(counts[part], stride)
         stride *= counts[part]
     return axes
+
+
+def integers(values: NDArray[Any], what: str, path: Location) -> NDArray[np.int64]:
+    """Non-negative integers. Refuses other dtypes than integers and bool."""
+    if values.dtype.kind not in "iub" and values.size:
+        raise FormatError(f"{what}: expected integers, found {values.dtype}", path=path)
+    if values.size and (int(values.max()) >= 1 << 62 or int(values.min()) < 0):
+        raise FormatError(f"{what}: expected integers from 0 up, found {values.min()} to {values.max()}", path=path)
+    return values.astype(np.int64)
+
+
+def span_of(mask: NDArray[Any], path: Location) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """For each row of a mask, the position of the first non-zero element and the number of them. They must be contiguous."""
+    real = mask != 0
+    counts = real.sum(axis=1, dtype=np.int64)
+    firsts = np.where(counts > 0, real.argmax(axis=1), 0).astype(np.int64)
+    lasts = mask.shape[1] - real[:, ::-1].argmax(axis=1) if mask.shape[1] else firsts
+    holes = np.flatnonzero((counts > 0) & (lasts - firsts != counts))
+    if len(holes):
+        raise UnsupportedError(f"lengths: the mask of example {holes[0]} has zeros between its tokens", path=path)
+    return firsts, counts
+
+
+def repeated(value: int, n: int) -> NDArray[np.int64]:
+    """``n`` times one value, in the memory of one."""
+    return np.broadcast_to(np.int64(value), n)

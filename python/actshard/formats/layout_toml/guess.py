@@ -141,7 +141,7 @@ def _steps_text(steps: tuple[Name, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class _Captured:
+class _CapturedSteps:
     """The steps to an array, with captures in place of numbers.
 
     Attributes:
@@ -161,7 +161,7 @@ def _captured(
     lists: Collection[int],
     *,
     may_be_examples: bool,
-) -> _Captured:
+) -> _CapturedSteps:
     """Finds the layer and the example among the numbers of an array's keys and positions.
 
     Args:
@@ -208,7 +208,7 @@ def _captured(
                 example_at = n
         if text:
             filled[n] = text + str(step)[position:]
-    return _Captured(tuple(filled), counts, example_at, unsure)
+    return _CapturedSteps(tuple(filled), counts, example_at, unsure)
 
 
 def _sharded(files: list[OpenedFile], names: list[str]) -> bool:
@@ -421,7 +421,7 @@ def _columns(
     root: Location,
     file: OpenedFile,
     steps: tuple[Name, ...],
-    chosen: _Captured,
+    chosen: _CapturedSteps,
     lists: Mapping[tuple[Name, ...], int],
     examples: int | None,
 ) -> list[str]:

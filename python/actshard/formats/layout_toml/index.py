@@ -22,7 +22,7 @@ from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import CAPTURE, Description, Name, Part, Pattern
 from actshard.formats.layout_toml.files import (
     OpenedFile,
-    Shards,
+    ShardedFile,
     is_lines,
     lines_of,
     matches,
@@ -30,7 +30,18 @@ from actshard.formats.layout_toml.files import (
     open_files,
     viewed,
 )
-from actshard.formats.layout_toml.geometry import Axis, EvenNumbers, Geometry, Numbers, array_of, geometry, weighted
+from actshard.formats.layout_toml.geometry import (
+    Axis,
+    EvenNumbers,
+    Geometry,
+    Numbers,
+    array_of,
+    geometry,
+    integers,
+    repeated,
+    span_of,
+    weighted,
+)
 from actshard.formats.layout_toml.scaling import Scaled, Scaler
 from actshard.location import Location
 
@@ -241,32 +252,6 @@ def read_part(root: Location, description: Description, part: Part) -> NDArray[A
     return viewed(file, file.find(part.tensor), part)
 
 
-def integers(values: NDArray[Any], what: str, path: Location) -> NDArray[np.int64]:
-    """Non-negative integers. Refuses other dtypes than integers and bool."""
-    if values.dtype.kind not in "iub" and values.size:
-        raise FormatError(f"{what}: expected integers, found {values.dtype}", path=path)
-    if values.size and (int(values.max()) >= 1 << 62 or int(values.min()) < 0):
-        raise FormatError(f"{what}: expected integers from 0 up, found {values.min()} to {values.max()}", path=path)
-    return values.astype(np.int64)
-
-
-def span_of(mask: NDArray[Any], path: Location) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each row of a mask, the position of the first non-zero element and the number of them. They must be contiguous."""
-    real = mask != 0
-    counts = real.sum(axis=1, dtype=np.int64)
-    firsts = np.where(counts > 0, real.argmax(axis=1), 0).astype(np.int64)
-    lasts = mask.shape[1] - real[:, ::-1].argmax(axis=1) if mask.shape[1] else firsts
-    holes = np.flatnonzero((counts > 0) & (lasts - firsts != counts))
-    if len(holes):
-        raise UnsupportedError(f"lengths: the mask of example {holes[0]} has zeros between its tokens", path=path)
-    return firsts, counts
-
-
-def _repeated(value: int, n: int) -> NDArray[np.int64]:
-    """``n`` times one value, in the memory of one."""
-    return np.broadcast_to(np.int64(value), n)
-
-
 def _counts(tokens: NDArray[np.int64], path: Location) -> NDArray[np.uint32]:
     """Rows per example, as the core takes them. A repeated number stays one in memory."""
     is_repeated = len(tokens) > 0 and tokens.strides[0] == 0
@@ -316,7 +301,7 @@ class Finder:
         for unit in self.units:
             for layer, others in unit.shards.items():
                 first = unit.paths[layer]
-                self.opened[first] = Shards([self.opened[path] for path in (first, *others)])
+                self.opened[first] = ShardedFile([self.opened[path] for path in (first, *others)])
         self.wholes = None if self.part.step_of("example") is None else self.units
         if self.wholes is not None:
             self.units = [example for unit in self.wholes for example in self._examples(unit)]
@@ -666,7 +651,7 @@ class Finder:
         assert spans is not None
         _, skipped, tokens = spans
         if "row" in self.part.axes or isinstance(skipped, EvenNumbers):  # even examples are not padded
-            skipped = _repeated(0, len(tokens))
+            skipped = repeated(0, len(tokens))
         return UnitPlaces(numbers, starts, _counts(tokens, unit.any), skipped)
 
     def _spans(self, unit: Unit, array_geometry: Geometry, along: str) -> tuple[Numbers, Numbers, NDArray[np.int64]]:
@@ -681,7 +666,7 @@ class Finder:
         examples = array_geometry.axes["example"].count if "example" in array_geometry.axes else 1
         positions = EvenNumbers(0, 1, examples)
         if values is None:
-            return positions, EvenNumbers(0, 0, examples), _repeated(room, examples)
+            return positions, EvenNumbers(0, 0, examples), repeated(room, examples)
         part = self.description.lengths
         assert part is not None
         if part.kind == "mask":
@@ -734,7 +719,7 @@ class Finder:
     def _row_spans(self, values: NDArray[Any] | None, rows: int, path: Location) -> tuple[Numbers, NDArray[np.int64]]:
         """First row and number of rows of each example, for consecutive examples."""
         if values is None:
-            return EvenNumbers(0, 1, rows), _repeated(1, rows)
+            return EvenNumbers(0, 1, rows), repeated(1, rows)
         part = self.description.lengths
         assert part is not None
         if len(self.units) > 1 and self.lengths.is_shared():

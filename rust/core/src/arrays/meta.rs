@@ -188,9 +188,8 @@ fn v2_element(root: &Fields<'_>) -> Result<(ElementType, bool)> {
         Some(Value::Array(_)) => return Err(root.unsupported("dtype", "structured elements are not read, found")),
         code => code.and_then(Value::as_str).ok_or_else(wrong)?,
     };
-    match code {
-        "|O" => return Ok((ElementType::Strings, false)),
-        _ => {}
+    if code == "|O" {
+        return Ok((ElementType::Strings, false));
     }
     let (spelling, swapped) = Spelling::of_code(code);
     match spelling {

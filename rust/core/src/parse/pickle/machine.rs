@@ -121,6 +121,7 @@ impl<'a> Machine<'a> {
             stack: vec![],
             marks: vec![],
             memo: HashMap::new(),
+            globals: vec![],
             spent: 0,
             allowed: MEMORY.saturating_add(input.len().saturating_mul(4)),
             needs: 0,
@@ -165,7 +166,8 @@ pub fn parse_as(input: &[u8], dialect: Dialect) -> Result<(Tree, usize)> {
             Operand::Global(_) | Operand::Shell => unfinished.clone(),
         })
         .collect();
-    Ok((Tree { nodes, own: machine.own, root, storages: machine.storages }, size))
+    let (own, storages, globals) = (machine.own, machine.storages, machine.globals);
+    Ok((Tree { nodes, own, root, storages, globals }, size))
 }
 
 struct Machine<'a> {
@@ -181,6 +183,7 @@ struct Machine<'a> {
     stack: Vec<Id>,
     marks: Vec<usize>,
     memo: HashMap<u32, Id>,
+    globals: Vec<(Id, u64)>,
     spent: usize,
     allowed: usize,
     /// The end of the value that extends past the input, if any.
@@ -562,7 +565,12 @@ impl Machine<'_> {
         }
         let (module, name) = (self.blob(&module), self.blob(&name));
         match global(module, name) {
-            Some(known) => self.push(Operand::Global(known)),
+            Some(known) => {
+                self.spend(size_of::<(Id, u64)>())?;
+                let id = Id::try_from(self.cells.len()).unwrap_or(Id::MAX);
+                self.globals.push((id, self.op_at as u64));
+                self.push(Operand::Global(known))
+            }
             None if self.dialect == Dialect::Torch => {
                 let whole = String::from_utf8_lossy(&[module, b".", name].concat()).into_owned();
                 let refused = self.refused(&whole, Some(self.op_at as u64))?;

@@ -186,6 +186,8 @@ pub struct Tree {
     own: Vec<u8>,
     root: Id,
     storages: Vec<SavedStorage>,
+    /// Offsets of the allowed names, in the order of their values.
+    globals: Vec<(Id, u64)>,
 }
 
 impl Tree {
@@ -202,6 +204,12 @@ impl Tree {
     /// The top-level value.
     pub fn root(&self) -> Id {
         self.root
+    }
+
+    /// The offset of an allowed name that is a value on its own.
+    pub fn global_at(&self, id: Id) -> Option<u64> {
+        let number = self.globals.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        self.globals.get(number).map(|(_, at)| *at)
     }
 
     /// A value.
