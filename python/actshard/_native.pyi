@@ -564,7 +564,7 @@ class Stream:
         self, firsts: NDArray[np.int64], counts: NDArray[np.int64], places: NDArray[np.int64], shape: list[int]
     ) -> tuple[NDArray[Any], NDArray[np.int64]]: ...
     def start(
-        self, epoch: int, first: int, every: int, buffers: list[NDArray[Any]] | None, hold: bool = False
+        self, epoch: int, first: int, every: int, buffers: list[NDArray[np.generic]] | None, hold: bool = False
     ) -> Batches: ...
 
 @final

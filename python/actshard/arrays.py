@@ -504,7 +504,7 @@ def _numbers(part: slice, count: int) -> NDArray[np.int64]:
     return np.arange(*part.indices(count))
 
 
-def _narrowed(rows: NDArray[Any], part: int | slice | NDArray[np.generic]) -> NDArray[np.generic]:
+def _narrowed(rows: NDArray[np.generic], part: int | slice | NDArray[np.generic]) -> NDArray[np.generic]:
     """Rows cut to a part of their last axis."""
     elements: NDArray[np.generic] = rows[
         ..., part if isinstance(part, slice) else index_of(part, rows.shape[-1], "element")

@@ -252,7 +252,7 @@ class PairedStream(Stream):
 class _PairLoop(RowLoop):
     """The iterator of one loop over a pair."""
 
-    def _made(self, raw_batch: Any) -> Batch:
+    def _made(self, raw_batch: object) -> Batch:
         batch = super()._made(raw_batch)
         pair = self._source.pair  # type: ignore[attr-defined]  # only a PairedStream makes this loop
         stores, layers = np.divmod(batch.layers, len(pair.layers))

@@ -74,7 +74,7 @@ class TorchModel:
     points: Callable[[tuple[Layer, ...] | None], Sequence[HookPoint]]
     most_tokens: int | None = None
     pad_id: int = 0
-    arguments: Mapping[str, Any] | None = None
+    arguments: Mapping[str, object] | None = None
     vocabulary: int | None = None
     positions: int | None = None
 
@@ -308,7 +308,7 @@ def _device_of(module: torch.nn.Module, torch: ModuleType) -> torch.device:
 
 def _call_of(
     trunk: torch.nn.Module, arguments: Mapping[str, object] | None
-) -> tuple[str | None, Callable[[Any], Any], Mapping[str, Any]]:
+) -> tuple[str | None, Callable[[ModuleType], torch.dtype], Mapping[str, object]]:
     """Name and dtype of the mask's argument, and further arguments that the forward pass has."""
     parameters = inspect.signature(trunk.forward).parameters
     mask = next((name for name in _MASKS if name in parameters), None)

@@ -148,7 +148,7 @@ def _time_left(plan: Plan, status: Status) -> str:
     return f", {duration(seconds / count)} left in {count:,} process{'es' if count > 1 else ''}"
 
 
-def plain(outcome: Any) -> Any:
+def plain(outcome: object) -> Any:
     """Returns the value of a commit as JSON values."""
     if isinstance(outcome, dict):
         from actshard.cli import stats

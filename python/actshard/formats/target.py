@@ -48,7 +48,7 @@ class Spec:
     d_model: int
     dtype: np.dtype[np.generic] | None
     """None: the dtype of the first appended rows."""
-    metadata: dict[str, Any]
+    metadata: dict[str, object]
     num_examples: int | None
     tokens: int | None
     """Tokens per example, for formats where it is constant."""
@@ -66,7 +66,7 @@ class Spec:
 class Block:
     """Examples in memory. For each example and layer, the rows of its tokens are contiguous, in this order."""
 
-    memory: NDArray[Any]
+    memory: NDArray[np.generic]
     """``(rows, d_model)``, C-contiguous, in the dataset's dtype."""
     lengths: NDArray[np.int64]
     """``(n, layers)``: number of tokens; -1 where an example lacks a layer."""

@@ -533,7 +533,7 @@ class TaskWriter(Writer):
             self._plan.book.publish(self.task, self._attempt, {"value": self.result(), "seconds": seconds})
             self._attempt = None
 
-    def result(self) -> dict[str, Any]:
+    def result(self) -> dict[str, object]:
         """Returns the finished task's result for the working folder."""
         size = sum(Path(folder, name).stat().st_size for folder, _, names in os.walk(self.path) for name in names)
         return {"examples": [self.examples[0], self.examples[-1] + 1], "bytes": size, "units": len(self.examples)}

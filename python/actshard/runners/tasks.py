@@ -23,7 +23,7 @@ Heard = Callable[[Said], object]
 """A function that an engine calls, in the driver's process, with the outcome of a task."""
 
 
-def outcome(plan: Plan, task: int) -> dict[str, Any]:
+def outcome(plan: Plan, task: int) -> dict[str, object]:
     """Runs a task and returns its outcome. The task's result is stored in the working folder."""
     try:
         record = plan.run(task)
@@ -34,7 +34,7 @@ def outcome(plan: Plan, task: int) -> dict[str, Any]:
     return {"task": task, "bytes": plan.implementation.told(record["value"])[0]}
 
 
-def lost(task: int, error: ActshardError) -> dict[str, Any]:
+def lost(task: int, error: ActshardError) -> dict[str, object]:
     """Returns the outcome of a failed task."""
     return {"task": task, **as_plain(error)}
 

@@ -266,7 +266,7 @@ class Compared:
             # Weighted by rows: the last batches have one row less.
             self._hsic.append((stacked @ stacked.T * (2 / (n - 3)), spreads))
 
-    def _add_cosines(self, units: list[NDArray[Any]]) -> None:
+    def _add_cosines(self, units: list[NDArray[np.floating]]) -> None:
         nonzero = [np.any(x != 0, axis=1) for x in units]
         for i, unit in enumerate(units):
             for j in range(i, len(units)):

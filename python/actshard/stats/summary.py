@@ -217,7 +217,7 @@ class Summary:
         """The summary in a dict of the core."""
         return cls(**{name: tuple(map(tuple, sums[name])) for name in LISTS})
 
-    def as_plain(self) -> dict[str, Any]:
+    def as_plain(self) -> dict[str, object]:
         """JSON values; floats as hexadecimal text, because JSON's readers round."""
         return {
             "norm_bins": [list(entry) for entry in self.norm_bins],

@@ -148,12 +148,12 @@ def rescaling(
 def _resolve_names(
     store: Readable,
     layers: Sequence[Layer],
-    center: object,
-    scale: object,
-    divide: object,
-    normalize: object,
+    center: Center,
+    scale: Scale,
+    divide: Divide,
+    normalize: Normalize,
     rows: SelectedRows | None,
-) -> tuple[Any, Any, Any, Any]:
+) -> tuple[Center, Scale, Divide, Normalize]:
     """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
     _check_names(center, divide, normalize)
     is_name = (

@@ -367,7 +367,7 @@ class _SequenceLoop(Loop[SequenceBatch]):
         return labels
 
 
-_Found = tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]
+_Found = tuple[NDArray[np.int64], NDArray[np.generic], NDArray[np.int64]]
 """Sequence numbers, activations, tokens."""
 
 

@@ -249,7 +249,7 @@ class Build:
         self._pending_bytes = 0
         self._left: Counter[str] = Counter()
         """Number of parts to build by shard."""
-        self._now: tuple[Any, ...] | None = None
+        self._now: tuple[object, ...] | None = None
 
     @cached_property
     def recipe(self) -> Recipe:
@@ -327,7 +327,7 @@ class Build:
         self.skipped = ledger.skipped
         return True
 
-    def _begin(self, work: Path, parts: set[str]) -> tuple[Any, ...] | None:
+    def _begin(self, work: Path, parts: set[str]) -> tuple[object, ...] | None:
         """Prepares the working folder, which keeps shards and these parts.
 
         Returns the time for chat templates: when the build was first begun.

@@ -91,7 +91,7 @@ class Task:
     storage: str
     skip: bool
     read_soon: bool
-    now: tuple[Any, ...] | None = None
+    now: tuple[object, ...] | None = None
 
 
 TellCounts = Callable[[Counts], object]

@@ -367,7 +367,7 @@ def _is_equal(value: Any, stored: Any) -> bool:
     return bool(value == stored or (value != value and stored != stored))  # noqa: PLR0124 -- NaN
 
 
-def _values(column: NDArray[Any]) -> pa.Array:
+def _values(column: NDArray[np.generic]) -> pa.Array:
     """A numpy column in a form that pyarrow converts without changing a value."""
     import pyarrow as pa
 

@@ -89,7 +89,7 @@ class OfflineEagle3Dataset(data.Dataset):
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def __getitems__(self, indices: Sequence[int]) -> Sequence[object]:
         n = len(self)
         if bad := [index for index in indices if not -n <= index < n]:
             raise OutOfRangeError(f"index {bad[0]} is out of range: there are {n} samples")

@@ -153,7 +153,7 @@ class StoreFeatures(FeatureStore):
         handle = FeatureHandle(sample_ref.sample_id, 0, f"{sample_ref.sample_id}:0:{next(self._leases)}")
         return tensors, handle
 
-    def put(self, tensors: object, *, sample_id: str, metadata: object) -> Any:
+    def put(self, tensors: object, *, sample_id: str, metadata: object) -> object:
         """Not supported: the store is read-only.
 
         Raises:

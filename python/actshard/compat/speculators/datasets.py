@@ -138,7 +138,7 @@ def _split(n: int, train_ratio: float, split: str) -> tuple[int, int]:
     return start, stop
 
 
-def _raw(sample: DraftSample) -> dict[str, Any]:
+def _raw(sample: DraftSample) -> dict[str, object]:
     assert sample.last is not None, "the class always names a last layer"
     return {
         "hidden_states": tensor(sample.states),

@@ -29,7 +29,7 @@ class SaevCarrying(Carrying):
                 return None
         return checked_origin(data.get(ORIGIN)) if isinstance(data, dict) else None
 
-    def content_only(self, metadata: Mapping[str, object]) -> dict[str, Any]:
+    def content_only(self, metadata: Mapping[str, object]) -> dict[str, object]:
         return {**metadata, "cls_token": False}
 
     def metadata_again(

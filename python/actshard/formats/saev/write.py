@@ -163,7 +163,7 @@ class SaevTarget(Target):
             raise ValueError(f"tokens {tokens!r}")
         self._tokens = tokens
 
-    def metadata(self, n: int) -> dict[str, Any]:
+    def metadata(self, n: int) -> dict[str, object]:
         """Contents of metadata.json for n examples. HASH depends on the order of the fields."""
         assert self._tokens is not None
         metadata = self.spec.metadata
