@@ -285,7 +285,7 @@ def _opened(
     return store
 
 
-def _remarks(dtype: np.dtype[Any], refused: Sequence[str]) -> list[Remark]:
+def _remarks(dtype: np.dtype[np.generic], refused: Sequence[str]) -> list[Remark]:
     """Warnings about any dataset: rows that may be bits, and names that a server refused."""
     remarks = []
     if dtype.kind in "iu" and dtype.itemsize == 2:
