@@ -130,7 +130,7 @@ def json_values(value: object) -> Any:
 def _reader(hint: Any) -> _Parser:
     """The function that returns a JSON value as the type, or raises MismatchError."""
     origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
+    if hint is Any or hint is object:
         return _any
     if origin is Annotated:
         return _ruled(*args)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,13 +31,11 @@ from actshard import _arguments
 from actshard.choosing import scrambled
 from actshard.epochs import Epochs, Loop, Reader
 from actshard.errors import ArgumentError, ArgumentTypeError, InternalError
+from actshard.layers import Layer
 from actshard.store import Store
 from actshard.stream import Batch, Stream
 from actshard.stream.row_epochs import Shuffle
 from actshard.stream.selection import CONTENT, Selection
-
-if TYPE_CHECKING:
-    from actshard.layers import Layer
 
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``, as for streams of one store."""

@@ -453,9 +453,7 @@ class Store(StreamVerbs, SampledVerbs):
             self._overflowed(lost, layer, dtype)
         return rows
 
-    def sequence(
-        self, example: int, layer: Layer, *, out: object = None, dtype: DTypeLike | None = None
-    ) -> NDArray[Any]:
+    def sequence(self, example: int, layer: Layer, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
         """Reads all stored tokens of one example.
 
         Args:

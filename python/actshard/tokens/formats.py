@@ -36,7 +36,7 @@ _NAMES: dict[object, str] = {
 def _fits(value: object, hint: Any) -> bool:
     """Whether a value has a type. A string is not a sequence, and a bool is not a number."""
     origin, args = get_origin(hint), get_args(hint)
-    if hint is Any:
+    if hint is Any or hint is object:
         return True
     if origin in (Union, types.UnionType):
         return any(_fits(value, member) for member in args)
