@@ -7,9 +7,10 @@ would: each block alone, and rows that repeat only once. Each way must return th
 median of nine passes, in bytes of rows per second of processor time. Ways whose package is not installed (numcodecs for blosc,
 pcodec) are left out.
 
-Ways: zstd on the rows; on the bytes of each position (shuffle); on the plane of exponents alone, with sign and mantissa unpacked
-("exponents"); blosc with shuffled bytes and bits; pcodec. The bound is the entropy of the exponents with all other bits raw.
-zstd at level 1 encodes such a plane nearly without matches, with Huffman codes in four interleaved streams (huff0).
+Ways: actshard.planes, the codec that this study led to (docs/formats/planes.md); zstd on the rows; on the bytes of each position
+(shuffle); on the plane of exponents alone, with sign and mantissa unpacked ("exponents"); blosc with shuffled bytes and bits;
+pcodec. The bound is the entropy of the exponents with all other bits raw. zstd at level 1 encodes such a plane nearly without
+matches, with Huffman codes in four interleaved streams (huff0).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 import actshard
+import actshard._native as _native
 
 Bytes = NDArray[np.uint8]
 EXPONENT = {"bfloat16": (7, 8), "float16": (10, 5), "float32": (23, 8)}
@@ -101,6 +103,19 @@ def exponents(level: int, dtype: str, item: int) -> Way:
     return Way(f"exponents, zstd {level}", pack, unpack)
 
 
+def planes(item: int, width: int) -> Way:
+    """The codec actshard.planes."""
+
+    def pack(block: Bytes) -> tuple[Any, int]:
+        packed = _native.encode_planes(block.tobytes(), item, width)
+        return packed, len(packed)
+
+    def unpack(packed: Any, size: int) -> Bytes:
+        return np.frombuffer(_native.decode_planes(packed, size), np.uint8)
+
+    return Way("actshard.planes", pack, unpack)
+
+
 def blosc_ways(item: int) -> list[Way]:
     """blosc with shuffled bytes and with shuffled bits."""
     blosc = importlib.import_module("numcodecs.blosc")
@@ -133,9 +148,9 @@ def pcodec_ways(dtype: str) -> list[Way]:
     return [Way("pcodec 8", pack, lambda packed, size: np.asarray(standalone.simple_decompress(packed)).view(np.uint8))]
 
 
-def ways_for(dtype: str, item: int) -> list[Way]:
+def ways_for(dtype: str, item: int, width: int) -> list[Way]:
     """All ways whose packages are installed."""
-    ways = [whole(1), shuffled(1, item), *(exponents(level, dtype, item) for level in (1, 3))]
+    ways = [planes(item, width), whole(1), shuffled(1, item), *(exponents(level, dtype, item) for level in (1, 3))]
     for more in (lambda: blosc_ways(item), lambda: pcodec_ways(dtype)):
         try:
             ways += more()
@@ -214,7 +229,7 @@ def main() -> None:
     blocks = [rows[first : first + step].reshape(-1).view(np.uint8) for first in range(0, len(rows), step)]
     print(f"{len(rows):,} rows of {rows.shape[1]} {dtype}, blocks of {step} rows; bound {bound(rows, dtype):.3f}\n")
     print("| way | size | pack GB/s | unpack GB/s |\n|---|---|---|---|")
-    for way in ways_for(dtype, rows.dtype.itemsize):
+    for way in ways_for(dtype, rows.dtype.itemsize, rows.shape[1]):
         ratio, packing, unpacking = measure(way, blocks)
         print(f"| {way.name} | {ratio:.3f} | {packing / 1e9:.2f} | {unpacking / 1e9:.2f} |")
 

@@ -5,8 +5,7 @@
 //! `k` has the symbols from `k * q` on, at most `q`, where `q` is a quarter of the plane's length, rounded up. Bits fill bytes
 //! from the highest down; the last byte is filled up with zeros.
 
-use super::number;
-use crate::error::Result;
+use crate::error::{Error, Kind, Result};
 use crate::memory;
 
 /// The longest code, in bits.
@@ -18,6 +17,16 @@ pub const STREAMS: usize = 4;
 
 /// The code length of each symbol; 0 for one that does not occur.
 pub type Lengths = [u8; 256];
+
+/// The error of a damaged block.
+pub fn damaged(text: String) -> Error {
+    Error::new(Kind::Format, format!("actshard.planes: {text}"))
+}
+
+/// The number in four bytes of `bytes`, which are there.
+pub fn number(bytes: &[u8], at: usize) -> usize {
+    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u32::from_le_bytes(*b) as usize)
+}
 
 /// How often each byte occurs.
 pub fn count(plane: &[u8]) -> [u32; 256] {

@@ -23,6 +23,7 @@ mod table;
 
 use std::cell::Cell;
 
+use self::code::{damaged, number};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::planes::{Plane, merge, split};
 use crate::memory;
@@ -49,15 +50,6 @@ const KEPT: usize = 1 << 20;
 
 thread_local! {
     static SCRATCH: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
-}
-
-fn damaged(text: String) -> Error {
-    Error::new(Kind::Format, format!("actshard.planes: {text}"))
-}
-
-/// The number in four bytes of `bytes`, which are there.
-fn number(bytes: &[u8], at: usize) -> usize {
-    bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |b| u32::from_le_bytes(*b) as usize)
 }
 
 /// The header's fields, checked against each other.
@@ -95,7 +87,7 @@ impl Header {
         let wrong = |at: usize, expected: &str, found: usize| {
             Err(damaged(format!("byte {at}: expected {expected}, found {found}")))
         };
-        if encoded < HEADER || encoded > MOST {
+        if !(HEADER..=MOST).contains(&encoded) {
             return wrong(4, "a length of the block from 24 to 2^31 - 1", encoded);
         }
         if decoded > MOST {

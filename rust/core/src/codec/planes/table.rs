@@ -4,8 +4,7 @@
 //! from smaller tables: after a first symbol of `l` bits come those of the table of `b - l` bits. Codes are canonical, so that the
 //! entries of a first symbol are a range, and the smaller table is copied to it with the symbol before each entry.
 
-use super::code::{Canonical, LONGEST, Lengths, STREAMS};
-use super::{damaged, number};
+use super::code::{Canonical, LONGEST, Lengths, STREAMS, damaged, number};
 use crate::error::Result;
 use crate::kernels::prefix::{Stream, decode_together};
 
