@@ -606,7 +606,18 @@ def test_every_native_function_that_can_fail_goes_through_a_gate() -> None:
     plain |= {"num_groups", "total_compressed_size"}
     plain |= {"stored_types"}  # only naming the dtypes found runs outside `detached`
     plain |= {"parameters", "jax_key", "jax_fold_in", "jax_randint30"}
-    plain |= {"dtype", "shape", "strides", "offset", "swapped", "deflated", "sizes", "is_legacy", "is_gzipped", "is_chunked"}
+    plain |= {
+        "dtype",
+        "shape",
+        "strides",
+        "offset",
+        "swapped",
+        "deflated",
+        "sizes",
+        "is_legacy",
+        "is_gzipped",
+        "is_chunked",
+    }
     found = 0
     for source in (Path(__file__).parents[1] / "rust/py/src").rglob("*.rs"):
         text = source.read_text()

@@ -27,7 +27,7 @@ thread_local! {
 
 /// Encoded chunks, one after the other.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Packed {
+pub struct EncodedChunks {
     /// All chunks.
     pub bytes: Vec<u8>,
     /// Bytes of each.
@@ -36,39 +36,39 @@ pub struct Packed {
 
 /// A codec from bytes to bytes.
 #[derive(Debug)]
-enum Encoder {
+enum ChunkEncoder {
     Zstd(i32),
     Blosc(BloscCodec),
     Planes { typesize: usize, width: usize },
     Crc32c,
 }
 
-impl Encoder {
+impl ChunkEncoder {
     /// The codec of an entry of the field `codecs`; `None` for one that changes nothing.
-    fn new(codec: &Value) -> Result<Option<Encoder>> {
+    fn new(codec: &Value) -> Result<Option<ChunkEncoder>> {
         let unknown = |why: String| Error::new(Kind::Internal, format!("codec {codec}: {why}"));
         let configuration = codec.get("configuration").unwrap_or(&Value::Null);
         match codec.get("name").and_then(Value::as_str) {
             // The numbers of the rows are little-endian, as those of this machine.
             Some("bytes") if cfg!(target_endian = "little") => Ok(None),
-            Some("crc32c") => Ok(Some(Encoder::Crc32c)),
+            Some("crc32c") => Ok(Some(ChunkEncoder::Crc32c)),
             Some("zstd") => {
                 let level = configuration.get("level").and_then(Value::as_i64);
                 let level = level.and_then(|level| i32::try_from(level).ok());
-                level.map(|level| Some(Encoder::Zstd(level))).ok_or_else(|| unknown("expected a level".into()))
+                level.map(|level| Some(ChunkEncoder::Zstd(level))).ok_or_else(|| unknown("expected a level".into()))
             }
             Some("actshard.planes") => {
                 let size = |name: &str| {
                     let size = configuration.get(name).and_then(Value::as_u64).and_then(|n| usize::try_from(n).ok());
                     size.ok_or_else(|| unknown(format!("expected a {name}")))
                 };
-                Ok(Some(Encoder::Planes { typesize: size("typesize")?, width: size("width")? }))
+                Ok(Some(ChunkEncoder::Planes { typesize: size("typesize")?, width: size("width")? }))
             }
             Some("blosc") => {
                 let parsed: BloscCodecConfiguration =
                     serde_json::from_value(configuration.clone()).map_err(|e| unknown(e.to_string()))?;
                 let codec = BloscCodec::new_with_configuration(&parsed).map_err(|e| unknown(e.to_string()))?;
-                Ok(Some(Encoder::Blosc(codec)))
+                Ok(Some(ChunkEncoder::Blosc(codec)))
             }
             _ => Err(unknown("cannot be written".into())),
         }
@@ -76,14 +76,14 @@ impl Encoder {
 
     fn encode<'a>(&self, mut bytes: Cow<'a, [u8]>) -> Result<Cow<'a, [u8]>> {
         match self {
-            Encoder::Crc32c => {
+            ChunkEncoder::Crc32c => {
                 let crc = crc32c::crc32c(&bytes);
                 bytes.to_mut().extend_from_slice(&crc.to_le_bytes());
                 Ok(bytes)
             }
-            Encoder::Zstd(level) => zstd(&bytes, *level).map(Cow::Owned),
-            Encoder::Planes { typesize, width } => planes::encode(&bytes, *typesize, *width).map(Cow::Owned),
-            Encoder::Blosc(codec) => codec
+            ChunkEncoder::Zstd(level) => zstd(&bytes, *level).map(Cow::Owned),
+            ChunkEncoder::Planes { typesize, width } => planes::encode(&bytes, *typesize, *width).map(Cow::Owned),
+            ChunkEncoder::Blosc(codec) => codec
                 .encode(bytes, &CodecOptions::default().with_concurrent_target(1))
                 .map_err(|e| Error::new(Kind::Internal, format!("blosc: {e}"))),
         }
@@ -111,11 +111,11 @@ pub fn pack(
     chunk_bytes: usize,
     codecs: &[u8],
     watch: Watch<'_>,
-) -> Result<Packed> {
+) -> Result<EncodedChunks> {
     let wrong = |why: &str| Error::new(Kind::Internal, format!("inner chunks: {why}"));
     let codecs: Vec<Value> = serde_json::from_slice(codecs).map_err(|_| wrong("expected a list of codecs"))?;
-    let encoders: Vec<Encoder> =
-        codecs.iter().filter_map(|codec| Encoder::new(codec).transpose()).collect::<Result<_>>()?;
+    let encoders: Vec<ChunkEncoder> =
+        codecs.iter().filter_map(|codec| ChunkEncoder::new(codec).transpose()).collect::<Result<_>>()?;
     let encode = |place: &Range<usize>| -> Result<Vec<u8>> {
         let rows = rows.get(place.clone()).filter(|rows| rows.len() <= chunk_bytes);
         let rows = rows.ok_or_else(|| wrong("a range outside of the rows, or longer than a chunk"))?;
@@ -137,7 +137,7 @@ pub fn pack(
     for chunk in chunks.into_iter().flatten() {
         bytes.extend_from_slice(&chunk);
     }
-    Ok(Packed { bytes, sizes })
+    Ok(EncodedChunks { bytes, sizes })
 }
 
 #[cfg(test)]
@@ -147,7 +147,7 @@ mod tests {
 
     const PLAIN: &str = r#"{"name": "bytes", "configuration": {"endian": "little"}}"#;
 
-    fn packed(rows: &[u8], places: &[Range<usize>], codecs: &str) -> Result<Packed> {
+    fn packed(rows: &[u8], places: &[Range<usize>], codecs: &str) -> Result<EncodedChunks> {
         pack(rows, places, 1000, format!("[{PLAIN}{codecs}]").as_bytes(), &mut || false)
     }
 
@@ -160,7 +160,7 @@ mod tests {
         for (chunk, place) in expected.chunks_mut(1000).zip(&places) {
             chunk[..place.len()].copy_from_slice(&rows[place.clone()]);
         }
-        assert_eq!(plain, Packed { bytes: expected.clone(), sizes: vec![1000; 4] });
+        assert_eq!(plain, EncodedChunks { bytes: expected.clone(), sizes: vec![1000; 4] });
         let sums = packed(&rows, &places, r#", {"name": "crc32c"}"#).unwrap();
         assert_eq!(sums.sizes, [1004; 4]);
         for (chunk, summed) in expected.chunks(1000).zip(sums.bytes.chunks(1004)) {
