@@ -39,14 +39,14 @@ pub fn merge(planes: &[Plane<'_>], n: usize, sign: u32, values: &mut Vec<u8>) {
 }
 
 /// A value of `N` bytes.
-trait Value<const N: usize>: Sized {
+trait InPlanes<const N: usize>: Sized {
     fn split(values: &[u8], planes: &mut [u8]) -> u32;
     fn merge(planes: [Plane<'_>; N], n: usize, sign: u32, values: &mut Vec<u8>);
 }
 
 macro_rules! values {
     ($($word:ident: $n:literal;)*) => {$(
-        impl Value<$n> for $word {
+        impl InPlanes<$n> for $word {
             #[inline(always)]
             fn split(values: &[u8], planes: &mut [u8]) -> u32 {
                 let n = values.len() / $n;

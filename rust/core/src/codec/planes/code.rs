@@ -16,7 +16,7 @@ const LEAST_SAVED: usize = 16;
 pub const STREAMS: usize = 4;
 
 /// The code length of each symbol; 0 for one that does not occur.
-pub type Lengths = [u8; 256];
+pub type CodeLengths = [u8; 256];
 
 /// The error of a damaged block.
 pub fn damaged(text: String) -> Error {
@@ -50,7 +50,7 @@ pub fn count(plane: &[u8]) -> [u32; 256] {
 }
 
 /// The code of a plane of `n` symbols if it saves one byte of [`LEAST_SAVED`].
-pub fn lengths_that_pay(counts: &[u32; 256], n: usize) -> Option<Lengths> {
+pub fn lengths_that_pay(counts: &[u32; 256], n: usize) -> Option<CodeLengths> {
     // The entropy is at least log2(n^2 / sum of count^2), and 2^7.5 = 181: most planes of mantissas need no code to be rejected.
     let squares: u64 = counts.iter().map(|count| u64::from(*count).pow(2)).sum();
     if u128::from(squares) * 181 <= (n as u128).pow(2) {
@@ -62,7 +62,7 @@ pub fn lengths_that_pay(counts: &[u32; 256], n: usize) -> Option<Lengths> {
 
 /// The lengths of an optimal code of at most [`LONGEST`] bits, for at least two symbols: the package-merge algorithm (Larmore and
 /// Hirschberg, 1990). Among equal weights, single symbols come before packages, and smaller symbols first.
-fn lengths(counts: &[u32; 256]) -> Lengths {
+fn lengths(counts: &[u32; 256]) -> CodeLengths {
     let mut symbols: Vec<(u64, u8)> =
         (0..=255).zip(counts).filter(|(_, n)| **n > 0).map(|(symbol, n)| (u64::from(*n), symbol)).collect();
     symbols.sort_unstable();
@@ -102,13 +102,13 @@ fn lengths(counts: &[u32; 256]) -> Lengths {
 }
 
 /// Smallest and largest symbol.
-fn range(lengths: &Lengths) -> (usize, usize) {
+fn range(lengths: &CodeLengths) -> (usize, usize) {
     let first = lengths.iter().position(|length| *length > 0).unwrap_or(0);
     (first, lengths.iter().rposition(|length| *length > 0).unwrap_or(0))
 }
 
 /// The most bytes that a coded plane may have.
-fn coded_bytes(counts: &[u32; 256], lengths: &Lengths) -> usize {
+fn coded_bytes(counts: &[u32; 256], lengths: &CodeLengths) -> usize {
     let bits: u64 = counts.iter().zip(lengths).map(|(n, length)| u64::from(*n) * u64::from(*length)).sum();
     let (first, last) = range(lengths);
     // Below 2^32: a plane has less than 2^31 symbols.
@@ -125,7 +125,7 @@ pub struct Canonical {
 
 impl Canonical {
     /// The order for these lengths.
-    pub fn new(lengths: &Lengths) -> Canonical {
+    pub fn new(lengths: &CodeLengths) -> Canonical {
         let mut ends = [0; LONGEST + 1];
         for length in lengths.iter().filter(|length| **length > 0) {
             ends[usize::from(*length)] += 1;
@@ -151,7 +151,7 @@ impl Canonical {
 }
 
 /// Each symbol's code, as `code << 8 | length`.
-fn codes(lengths: &Lengths) -> [u32; 256] {
+fn codes(lengths: &CodeLengths) -> [u32; 256] {
     let mut codes = [0; 256];
     let canonical = Canonical::new(lengths);
     let mut code = 0;
@@ -169,7 +169,7 @@ fn codes(lengths: &Lengths) -> [u32; 256] {
 const TOGETHER: usize = 5;
 
 /// Appends a plane in this code.
-pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &Lengths) -> Result<()> {
+pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &CodeLengths) -> Result<()> {
     let (first, last) = range(lengths);
     // Both are below 256.
     block.extend([u8::try_from(first).unwrap_or(0), u8::try_from(last - first).unwrap_or(0)]);

@@ -54,7 +54,7 @@ thread_local! {
 
 /// The header's fields, checked against each other.
 #[derive(Debug)]
-struct Header {
+struct BlockHeader {
     encoded: usize,
     decoded: usize,
     row: usize,
@@ -65,15 +65,15 @@ struct Header {
     sign: u32,
 }
 
-impl Header {
-    fn parse(block: &[u8]) -> Result<Header> {
+impl BlockHeader {
+    fn parse(block: &[u8]) -> Result<BlockHeader> {
         let Some((head, _)) = block.split_first_chunk::<HEADER>() else {
             return Err(damaged(format!("expected a header of {HEADER} bytes, found {} bytes", block.len())));
         };
         if !head.starts_with(&MAGIC) {
             return Err(damaged(format!("byte 0: expected 'APL1', found {:02x?}", &head[..4])));
         }
-        let header = Header {
+        let header = BlockHeader {
             encoded: number(head, 4),
             decoded: number(head, 8),
             row: number(head, 12),
@@ -83,7 +83,7 @@ impl Header {
             tail: head[22],
             sign: u32::from(head[23]),
         };
-        let Header { encoded, decoded, row, stored, typesize, way, tail, sign } = header;
+        let BlockHeader { encoded, decoded, row, stored, typesize, way, tail, sign } = header;
         let wrong = |at: usize, expected: &str, found: usize| {
             Err(damaged(format!("byte {at}: expected {expected}, found {found}")))
         };
@@ -123,7 +123,7 @@ impl Header {
 /// # Errors
 /// [`Kind::Format`]: the header is short or damaged.
 pub fn encoded_len(prefix: &[u8]) -> Result<u64> {
-    Header::parse(prefix).map(|header| header.encoded as u64)
+    BlockHeader::parse(prefix).map(|header| header.encoded as u64)
 }
 
 /// Packs rows of `width` values of `typesize` bytes in one block. Equal rows give equal blocks.
@@ -214,7 +214,7 @@ fn append_planes(block: &mut Vec<u8>, rows: &[u8], typesize: usize) -> Result<u3
 
 /// A plane of a block.
 #[derive(Clone, Copy, Debug)]
-enum Stored<'a> {
+enum StoredPlane<'a> {
     Plain(Plane<'a>),
     /// Its number among the decoded planes.
     Decoded(usize),
@@ -225,8 +225,8 @@ enum Stored<'a> {
 /// # Errors
 /// [`Kind::Format`]: the block is damaged; the message has the byte offset. [`Kind::NoMemory`].
 pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
-    let header = Header::parse(block)?;
-    let Header { encoded, decoded, row, stored, .. } = header;
+    let header = BlockHeader::parse(block)?;
+    let BlockHeader { encoded, decoded, row, stored, .. } = header;
     if encoded != block.len() {
         return Err(damaged(format!("byte 4: expected a block of {} bytes, found {encoded}", block.len())));
     }
@@ -263,11 +263,11 @@ pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
 }
 
 /// Appends the stored rows of a block in planes.
-fn unpack_planes(block: &[u8], header: &Header, scratch: &mut Vec<u8>, rows: &mut Vec<u8>) -> Result<()> {
-    let Header { row, stored, typesize, sign, .. } = *header;
+fn unpack_planes(block: &[u8], header: &BlockHeader, scratch: &mut Vec<u8>, rows: &mut Vec<u8>) -> Result<()> {
+    let BlockHeader { row, stored, typesize, sign, .. } = *header;
     let n = stored * row / typesize;
     let mut at = HEADER;
-    let mut planes = [Stored::Plain(Plane::Constant(0)); 8];
+    let mut planes = [StoredPlane::Plain(Plane::Constant(0)); 8];
     let mut used = 0;
     for (number, plane) in planes[..typesize].iter_mut().enumerate() {
         if n == 0 {
@@ -280,12 +280,12 @@ fn unpack_planes(block: &[u8], header: &Header, scratch: &mut Vec<u8>, rows: &mu
             RAW_PLANE => {
                 let bytes = block.get(at..).and_then(|rest| rest.get(..n)).ok_or_else(|| short(at))?;
                 at += n;
-                Stored::Plain(Plane::Bytes(bytes))
+                StoredPlane::Plain(Plane::Bytes(bytes))
             }
             CONSTANT_PLANE => {
                 let value = *block.get(at).ok_or_else(|| short(at))?;
                 at += 1;
-                Stored::Plain(Plane::Constant(value))
+                StoredPlane::Plain(Plane::Constant(value))
             }
             CODED_PLANE => {
                 let coded = table::Coded::parse(block, at, n)?;
@@ -297,7 +297,7 @@ fn unpack_planes(block: &[u8], header: &Header, scratch: &mut Vec<u8>, rows: &mu
                 coded.decode(block, &mut scratch[used * n..end])?;
                 at = coded.end();
                 used += 1;
-                Stored::Decoded(used - 1)
+                StoredPlane::Decoded(used - 1)
             }
             other => {
                 let at = at - 1;
@@ -312,8 +312,8 @@ fn unpack_planes(block: &[u8], header: &Header, scratch: &mut Vec<u8>, rows: &mu
         )));
     }
     let planes = planes.map(|plane| match plane {
-        Stored::Plain(plane) => plane,
-        Stored::Decoded(number) => Plane::Bytes(&scratch[number * n..(number + 1) * n]),
+        StoredPlane::Plain(plane) => plane,
+        StoredPlane::Decoded(number) => Plane::Bytes(&scratch[number * n..(number + 1) * n]),
     });
     merge(&planes[..typesize], n, sign, rows);
     Ok(())

@@ -4,7 +4,7 @@
 //! from smaller tables: after a first symbol of `l` bits come those of the table of `b - l` bits. Codes are canonical, so that the
 //! entries of a first symbol are a range, and the smaller table is copied to it with the symbol before each entry.
 
-use super::code::{Canonical, LONGEST, Lengths, STREAMS, damaged, number};
+use super::code::{Canonical, CodeLengths, LONGEST, STREAMS, damaged, number};
 use crate::error::Result;
 use crate::kernels::prefix::{Stream, decode_together};
 
@@ -23,7 +23,7 @@ type Tables = [u64; 2 << LONGEST];
 /// A coded plane in a block.
 #[derive(Debug)]
 pub struct Coded {
-    lengths: Lengths,
+    lengths: CodeLengths,
     /// Where each stream begins, and the last one ends.
     streams: [usize; STREAMS + 1],
 }
@@ -125,7 +125,7 @@ fn decode_rest(bytes: &[u8], table: &[u64; 1 << LONGEST], stream: &mut Stream, p
 }
 
 /// The tables of a complete code.
-fn tables(lengths: &Lengths) -> Tables {
+fn tables(lengths: &CodeLengths) -> Tables {
     let mut tables = [0; 2 << LONGEST];
     // Of each table, the most symbols of an entry.
     let mut most = [0; LONGEST + 1];
