@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from actshard.converting.predicting import spread
 from actshard.converting.previewing import preview
 from actshard.converting.running import convert
 from actshard.errors import ActshardError, NotStoredError, boundary
+from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
 
@@ -81,12 +83,12 @@ class Estimate:
 
 
 def estimate(
-    src: str | Path | Store,
+    src: str | PathLike[str] | Location | Store,
     forms: Sequence[str] | None = None,
     *,
     src_format: str | None = None,
     storage_options: Mapping[str, object] | None = None,
-    cache: object = None,
+    cache: str | PathLike[str] | int | bool | None = None,
 ) -> list[Estimate]:
     """Estimates the size, error and speed of a dataset in the forms in which it can be stored. Writes temporary files only.
 
