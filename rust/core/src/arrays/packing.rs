@@ -184,7 +184,7 @@ mod tests {
             assert_eq!(packed(&[0; 5000], &[place], "").unwrap_err().kind, Kind::Internal);
         }
         for codec in [r#", {"name": "gzip"}"#, r#", {"name": "zstd"}"#, r#", {"name": "blosc"}"#, ", 1", ", {"] {
-            assert_eq!(packed(&[0; 5000], &[0..1], codec).unwrap_err().kind, Kind::Internal);
+            assert_eq!(packed(&[0; 5000], std::slice::from_ref(&(0..1)), codec).unwrap_err().kind, Kind::Internal);
         }
     }
 }
