@@ -147,6 +147,11 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
         }
     }
 
+    /// The objects of a sequence.
+    fn make_all(&mut self, items: &[Id]) -> Result<Vec<Bound<'py, PyAny>>, Failed> {
+        items.iter().map(|id| self.make(*id)).collect()
+    }
+
     fn make_new(&mut self, id: Id) -> Result<Bound<'py, PyAny>, Failed> {
         let (py, tree, input) = (self.py, self.tree, self.input);
         Ok(match tree.node(id) {
@@ -163,14 +168,8 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
             Node::Str(blob) => text(py, tree.bytes(input, blob))?,
             Node::Bytes(blob) => PyBytes::new(py, tree.bytes(input, blob)).into_any(),
             Node::ByteArray(blob) => PyByteArray::new(py, tree.bytes(input, blob)).into_any(),
-            Node::List(items) => {
-                let items = items.iter().map(|id| self.make(*id)).collect::<Result<Vec<_>, _>>()?;
-                PyList::new(py, items)?.into_any()
-            }
-            Node::Tuple(items) => {
-                let items = items.iter().map(|id| self.make(*id)).collect::<Result<Vec<_>, _>>()?;
-                PyTuple::new(py, items)?.into_any()
-            }
+            Node::List(items) => PyList::new(py, self.make_all(items)?)?.into_any(),
+            Node::Tuple(items) => PyTuple::new(py, self.make_all(items)?)?.into_any(),
             Node::Dict(pairs) => {
                 let dict = PyDict::new(py);
                 for (key, value) in pairs {
@@ -209,10 +208,7 @@ impl<'a, 'py> ObjectMaker<'a, 'py> {
                 helper(py, "pickled_scalar")?.call1((data, element.dtype.name(), element.swapped))?
             }
             Node::Element(element) => helper(py, "stored")?.call1((element.dtype.name(),))?,
-            Node::Set(items) => {
-                let items = items.iter().map(|id| self.make(*id)).collect::<Result<Vec<_>, _>>()?;
-                PySet::new(py, items)?.into_any()
-            }
+            Node::Set(items) => PySet::new(py, self.make_all(items)?)?.into_any(),
             Node::Tensor(tensor) => match self.torch.and_then(|file| file.place(tensor)) {
                 Some(place) => Bound::new(py, StoredArray { place })?.into_any(),
                 None => return Err(Error::new(Kind::Internal, "a tensor outside a file of torch").into()),

@@ -217,6 +217,9 @@ pub fn encode_shard_index<'py>(
     })
 }
 
+/// Encoded chunks one after another, and their sizes.
+type PackedArrays<'py> = (Bound<'py, PyArray1<u8>>, Bound<'py, PyArray1<u64>>);
+
 /// Encodes inner chunks of a Zarr shard with the codecs of its metadata, in parallel. `places` are the first byte and the bytes of
 /// each chunk's rows; zeros follow up to `chunk_bytes`. Returns all encoded chunks, and the bytes of each.
 #[pyfunction]
@@ -226,7 +229,7 @@ pub fn pack_chunks<'py>(
     places: PyReadonlyArray2<'py, i64>,
     chunk_bytes: usize,
     codecs: &[u8],
-) -> PyResult<(Bound<'py, PyArray1<u8>>, Bound<'py, PyArray1<u64>>)> {
+) -> PyResult<PackedArrays<'py>> {
     detach::guarded(py, || {
         if places.shape()[1] != 2 {
             return Err(errors::raise(py, &Error::new(Kind::Internal, "places: expected offsets and bytes")));

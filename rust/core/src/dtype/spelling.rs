@@ -61,7 +61,10 @@ impl Spelling {
             Some(order @ (b'<' | b'>' | b'=' | b'|')) => (*order, &code[1..]),
             _ => (b'=', code),
         };
-        let spelling = match bare {
+        let size = bare.get(1..).filter(|size| size.bytes().all(|digit| digit.is_ascii_digit()));
+        // numpy reads "i04" as "i4".
+        let shown = size.map(|size| format!("{}{}", &bare[..1], size.trim_start_matches('0')));
+        let spelling = match shown.as_deref().unwrap_or(bare) {
             "?" => Spelling::Type(DType::Bool),
             "b1" => Spelling::Type(DType::Bool),
             "i1" => Spelling::Type(DType::I8),

@@ -9,6 +9,7 @@ use bytemuck::Zeroable;
 
 use self::limit::memory_limit;
 use crate::error::{Error, Kind, Result};
+use crate::number::to_usize;
 
 /// Below this size, the system decides alone: looking up the limit is not worth it.
 const LARGE: u64 = 1 << 30;
@@ -55,6 +56,13 @@ pub fn extend<T>(list: &mut Vec<T>, n: u64) -> Result<()> {
     list.try_reserve_exact(allowed::<T>(n)?).map_err(|_| no_memory(bytes))
 }
 
+/// Shortens a vector to `n` bytes, or appends zeros, or an error as of [`zeroed`].
+pub fn resize(list: &mut Vec<u8>, n: u64) -> Result<()> {
+    extend(list, n.saturating_sub(list.len() as u64))?;
+    list.resize(to_usize(n), 0);
+    Ok(())
+}
+
 /// A copy of bytes, or an error as of [`zeroed`].
 pub fn copied(bytes: &[u8]) -> Result<Vec<u8>> {
     let mut copy = reserve(bytes.len() as u64)?;
@@ -76,6 +84,13 @@ mod tests {
         }
         assert_eq!(bytes(5).unwrap(), [0; 5]);
         assert_eq!(copied(b"ab").unwrap(), b"ab");
+        let mut list = vec![1u8; 3];
+        for n in [5, 2, 9] {
+            resize(&mut list, n).unwrap();
+            assert_eq!(list.len() as u64, n);
+        }
+        assert_eq!(list, [1, 1, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(resize(&mut list, 1 << 62).unwrap_err().kind, Kind::NoMemory);
         assert!(reserve::<u64>(5).unwrap().capacity() >= 5);
     }
 }

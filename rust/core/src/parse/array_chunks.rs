@@ -6,9 +6,9 @@
 //! Source: HDF5 File Format Specification 3.0, "Data Layout Message" and "Filter Pipeline Message"; a deflated chunk is a zlib
 //! stream.
 
-use super::arrays::{ArrayPlace, advance};
+use super::order::{advance, dense};
 use crate::codec::inflate::DeflatedRange;
-use crate::dtype::Cast;
+use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
 use crate::memory;
 use crate::number::to_usize;
@@ -81,26 +81,31 @@ impl ChunkList {
         Ok(ChunkList { shape, filters, chunks })
     }
 
-    /// An array's elements in C order and native byte order.
-    pub(super) fn read(&self, source: &dyn Source, place: &ArrayPlace, context: &mut Context<'_>) -> Result<Vec<u8>> {
-        let item = place.item();
-        let bytes = place.count().and_then(|n| n.checked_mul(item));
+    /// The elements of an array of this shape and type in C order and native byte order. `swapped`: stored in the other one.
+    pub(super) fn read(
+        &self,
+        source: &dyn Source,
+        (shape, dtype, swapped): (&[u64], DType, bool),
+        context: &mut Context<'_>,
+    ) -> Result<Vec<u8>> {
+        let item = dtype.bits() / 8;
+        let bytes = shape.iter().try_fold(item, |n, d| n.checked_mul(*d));
         let stored = self.chunks.iter().fold(0u64, |n, chunk| n.saturating_add(chunk.stored)).min(source.size());
         let Some(bytes) = bytes.filter(|n| *n <= stored.saturating_mul(MOST_INFLATED).max(ALWAYS)) else {
-            let detail = format!("an array of shape {:?}: far more than {stored} stored bytes", place.shape);
+            let detail = format!("an array of shape {:?}: far more than {stored} stored bytes", shape);
             return Err(Error::new(Kind::Unsupported, detail));
         };
         let mut elements = memory::bytes(bytes)?;
         for chunk in &self.chunks {
             let content = self.content(source, chunk, item, context)?;
-            self.put(&content, chunk, place, &mut elements);
+            self.put(&content, chunk, (shape, item), &mut elements);
             context.check()?;
         }
-        if !place.swapped {
+        if !swapped {
             return Ok(elements);
         }
         let mut native = memory::bytes(bytes)?;
-        Cast::between(place.dtype, place.dtype)?.swapped_if(true).apply(&elements, &mut native);
+        Cast::between(dtype, dtype)?.swapped_if(true).apply(&elements, &mut native);
         Ok(native)
     }
 
@@ -159,16 +164,10 @@ impl ChunkList {
     }
 
     /// Copies the part of a chunk that is inside the array.
-    fn put(&self, content: &[u8], chunk: &ChunkPlace, place: &ArrayPlace, elements: &mut [u8]) {
-        let item = place.item();
-        let (from, to) = (ArrayPlace::dense(&self.shape), ArrayPlace::dense(&place.shape));
-        let counts: Vec<u64> = chunk
-            .first
-            .iter()
-            .zip(&place.shape)
-            .zip(&self.shape)
-            .map(|((first, n), size)| (*size).min(n - first))
-            .collect();
+    fn put(&self, content: &[u8], chunk: &ChunkPlace, (shape, item): (&[u64], u64), elements: &mut [u8]) {
+        let (from, to) = (dense(&self.shape), dense(shape));
+        let counts: Vec<u64> =
+            chunk.first.iter().zip(shape).zip(&self.shape).map(|((first, n), size)| (*size).min(n - first)).collect();
         let Some((run, outer)) = counts.split_last() else { return };
         let run = to_usize(run * item);
         let start: u64 = chunk.first.iter().zip(&to).map(|(first, step)| first * step).sum();
@@ -212,8 +211,8 @@ mod tests {
     use crate::threads::Stop;
 
     fn read(list: ChunkList, shape: &[u64], file: Vec<u8>) -> Result<Vec<u8>> {
-        let strides = ArrayPlace::dense(shape);
-        let place = ArrayPlace {
+        let strides = dense(shape);
+        let place = arrays::ArrayPlace {
             dtype: DType::U16,
             swapped: false,
             shape: shape.to_vec(),

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use super::array_chunks::ChunkList;
+use super::order::{self, advance};
 use crate::codec::inflate::DeflatedRange;
 use crate::dtype::{Cast, DType};
 use crate::error::{Error, Kind, Result};
@@ -83,18 +84,7 @@ impl ArrayPlace {
 
     /// The strides of elements in C order.
     pub fn dense(shape: &[u64]) -> Vec<u64> {
-        let mut next = 1u64;
-        let mut made: Vec<u64> = shape
-            .iter()
-            .rev()
-            .map(|n| {
-                let this = next;
-                next = next.saturating_mul((*n).max(1));
-                this
-            })
-            .collect();
-        made.reverse();
-        made
+        order::dense(shape)
     }
 }
 
@@ -108,7 +98,7 @@ impl Region {
 /// An array's elements in C order and native byte order.
 pub fn read(source: &dyn Source, place: &ArrayPlace, context: &mut Context<'_>) -> Result<Vec<u8>> {
     if let Some(chunks) = &place.chunks {
-        return chunks.read(source, place, context);
+        return chunks.read(source, (&place.shape, place.dtype, place.swapped), context);
     }
     let (item, count, extent) = (place.item(), place.count(), place.extent());
     let most = source.size().saturating_mul(64).max(ALWAYS).max(place.inside.map_or(0, |region| region.size));
@@ -258,18 +248,6 @@ impl Reordering<'_> {
             }
         }
     }
-}
-
-/// The next index in C order; false after the last.
-pub(super) fn advance(index: &mut [u64], lens: impl DoubleEndedIterator<Item = u64> + ExactSizeIterator) -> bool {
-    for (i, n) in index.iter_mut().zip(lens).rev() {
-        *i += 1;
-        if *i < n {
-            return true;
-        }
-        *i = 0;
-    }
-    false
 }
 
 /// Copies the elements of a block to their places, in the order of the places.

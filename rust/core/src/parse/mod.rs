@@ -9,6 +9,7 @@ pub mod arrow;
 pub mod end;
 pub mod flatbuffer;
 pub mod npy;
+mod order;
 pub mod parquet;
 pub mod pickle;
 pub mod safetensors;

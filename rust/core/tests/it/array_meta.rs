@@ -41,7 +41,7 @@ fn each_reader_refuses_what_it_always_refused() {
     const FORMAT: Option<Kind> = Some(Kind::Format);
     const UNSUPPORTED: Option<Kind> = Some(Kind::Unsupported);
     let little = json!({"name": "bytes", "configuration": {"endian": "little"}});
-    let cases: [FieldCase; 55] = [
+    let cases: [FieldCase; 56] = [
         ("/zarr_format", Some(json!(3.0)), None, FORMAT),
         ("/zarr_format", Some(json!(2)), FORMAT, FORMAT),
         ("/zarr_format", None, FORMAT, FORMAT),
@@ -68,7 +68,8 @@ fn each_reader_refuses_what_it_always_refused() {
         ("/data_type", Some(json!("bool")), FORMAT, FORMAT), // because of the fill value; see below
         ("/data_type", Some(json!("complex64")), None, FORMAT),
         ("/data_type", Some(json!("string")), None, FORMAT),
-        ("/data_type", Some(json!("float8_e5m2")), UNSUPPORTED, FORMAT),
+        ("/data_type", Some(json!("float8_e5m2")), None, None),
+        ("/data_type", Some(json!("float8_e3m4")), UNSUPPORTED, FORMAT),
         ("/data_type", Some(json!({"name": "numpy.datetime64"})), UNSUPPORTED, FORMAT),
         ("/data_type", Some(json!([["a", "<f2"]])), UNSUPPORTED, FORMAT),
         ("/codecs", None, FORMAT, None),
@@ -212,8 +213,8 @@ fn metadata_of_version_2() {
         ("<i04", Some(("int32", false))),
         ("<f3", None),
         ("<M8", None),
-        ("<f1", None),
-        ("f4", None),
+        ("<f1", Some(("float8_e5m2", false))),
+        ("f4", Some(("float32", false))),
         ("<S1000000", None),
     ];
     for (code, expected) in types {

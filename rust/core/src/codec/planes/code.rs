@@ -73,8 +73,8 @@ fn lengths(counts: &[u32; 256]) -> CodeLengths {
     for _ in 0..LONGEST {
         let (mut singles, mut pairs) =
             (symbols.iter().map(|(weight, _)| *weight).peekable(), packages.iter().copied().peekable());
-        let mut merged: Vec<u64> = Vec::with_capacity(2 * n);
-        let mut is_package = Vec::with_capacity(2 * n);
+        let mut merged: Vec<u64> = vec![];
+        let mut is_package: Vec<bool> = vec![];
         loop {
             let package = match (singles.peek(), pairs.peek()) {
                 (Some(single), Some(pair)) => pair < single,
@@ -181,8 +181,7 @@ pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &CodeLengths) -> Resul
     let quarter = plane.len().div_ceil(STREAMS);
     // A symbol has at most 11 bits, and a write 8 bytes.
     let most = 4 * STREAMS + plane.len() * 11 / 8 + 8 + STREAMS;
-    memory::extend(block, most as u64)?;
-    block.resize(header + most, 0);
+    memory::resize(block, (header + most) as u64)?;
     for (number, symbols) in plane.chunks(quarter.max(1)).enumerate() {
         let begin = at;
         let (mut bits, mut used) = (0u64, 0u32);

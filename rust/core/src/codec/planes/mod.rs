@@ -257,7 +257,7 @@ pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
                 rows.extend_from_within(kept - row..kept);
             }
         }
-        _ => rows.resize(decoded, 0),
+        _ => memory::resize(&mut rows, decoded as u64)?,
     }
     Ok(rows)
 }
@@ -291,8 +291,7 @@ fn unpack_planes(block: &[u8], header: &BlockHeader, scratch: &mut Vec<u8>, rows
                 let coded = table::Coded::parse(block, at, n)?;
                 let end = (used + 1) * n;
                 if scratch.len() < end {
-                    memory::extend(scratch, (end - scratch.len()) as u64)?;
-                    scratch.resize(end, 0);
+                    memory::resize(scratch, end as u64)?;
                 }
                 coded.decode(block, &mut scratch[used * n..end])?;
                 at = coded.end();

@@ -34,24 +34,7 @@ impl Machine<'_> {
             (Global::Reconstruct, &[class, ..]) if matches!(self.node(class), Some(Node::Refused(_))) => {
                 self.push_id(class)
             }
-            (Global::Reconstruct, &[class, shape, code]) => {
-                let is_ndarray = matches!(self.cells.get(class as usize), Some(Operand::Global(Global::NdArray)));
-                let shape_ok = matches!(self.node(shape), Some(Node::Tuple(dims)) if dims.len() == 1)
-                    && self.dims(shape)?.iter().all(|n| *n == 0);
-                let code_ok = match self.node(code) {
-                    Some(Node::Bytes(blob) | Node::Str(blob)) => self.blob(blob) == b"b",
-                    _ => false,
-                };
-                if !is_ndarray {
-                    return Err(
-                        self.error(Kind::UnsafePickle, "expected numpy.ndarray to reconstruct, found another class")
-                    );
-                }
-                if !shape_ok || !code_ok {
-                    return Err(self.malformed("expected _reconstruct(ndarray, (0,), b'b')"));
-                }
-                self.push(Operand::Shell)
-            }
+            (Global::Reconstruct, &[class, shape, code]) => self.reconstruct(class, shape, code),
             (Global::FromBuffer, &[buffer, element, shape, order]) => {
                 let fortran = match self.text(order) {
                     Some(b"C") => false,
@@ -87,6 +70,24 @@ impl Machine<'_> {
             }
             _ => Err(self.malformed(format!("calls {function:?} with {} arguments", arguments.len()))),
         }
+    }
+
+    /// An array without elements, which a BUILD fills.
+    fn reconstruct(&mut self, class: Id, shape: Id, code: Id) -> Result<()> {
+        let is_ndarray = matches!(self.cells.get(class as usize), Some(Operand::Global(Global::NdArray)));
+        let shape_ok = matches!(self.node(shape), Some(Node::Tuple(dims)) if dims.len() == 1)
+            && self.dims(shape)?.iter().all(|n| *n == 0);
+        let code_ok = match self.node(code) {
+            Some(Node::Bytes(blob) | Node::Str(blob)) => self.blob(blob) == b"b",
+            _ => false,
+        };
+        if !is_ndarray {
+            return Err(self.error(Kind::UnsafePickle, "expected numpy.ndarray to reconstruct, found another class"));
+        }
+        if !shape_ok || !code_ok {
+            return Err(self.malformed("expected _reconstruct(ndarray, (0,), b'b')"));
+        }
+        self.push(Operand::Shell)
     }
 
     /// Whether a value may be the factory of a defaultdict, which is not called.
