@@ -158,3 +158,13 @@ except actshard.MissingExtraError as error:
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'actshard[capture]'" in done.stdout
+
+
+def test_columns_are_named_and_not_renamed() -> None:
+    from actshard.cli.capture import columns_chosen
+
+    assert columns_chosen("") is None
+    assert columns_chosen("none") == []
+    assert columns_chosen("label,text") == ["label", "text"]
+    with pytest.raises(actshard.ArgumentError, match="found label=y: columns are not renamed"):
+        columns_chosen("text,label=y")

@@ -86,8 +86,8 @@ def test_the_errors_are_those_of_the_rows_that_a_conversion_stores(
         assert estimate.cosine == pytest.approx(cosine, abs=1e-6)
     forms = {e.name: e for e, _ in conversions}
     assert sum(e.relative_error > 0 for e in forms.values()) >= 3  # int8 twice, float8
-    assert all(forms[name].relative_error == 0 for name in ("zarr 3", "zarr 3, lossless", "zarr 3, bfloat16, lossless"))
-    assert forms["zarr 3, lossless"].bytes < 0.7 * forms["zarr 3"].bytes  # two of four bytes are zero
+    assert all(forms[name].relative_error == 0 for name in ("zarr 3", "zarr 3 lossless", "zarr 3 bfloat16 lossless"))
+    assert forms["zarr 3 lossless"].bytes < 0.7 * forms["zarr 3"].bytes  # two of four bytes are zero
 
 
 def test_the_size_of_what_is_not_written_whole_is_extrapolated_from_all_over_the_dataset(
@@ -100,7 +100,7 @@ def test_the_size_of_what_is_not_written_whole_is_extrapolated_from_all_over_the
             writer.append([(np.round(rows) if 133 <= example < 266 else rows)[None]])
     monkeypatch.setattr(predicting, "WHOLE_BYTES", 1 << 20)
     monkeypatch.setattr(predicting, "SAMPLE_BYTES", 2 << 20)
-    (estimate,) = actshard.estimate(tmp_path / "d", ["zarr 3, lossless"])
+    (estimate,) = actshard.estimate(tmp_path / "d", ["zarr 3 lossless"])
     done = actshard.convert(tmp_path / "d", tmp_path / "z", "zarr", **estimate.options)
     size = size_of(Path(done.path))
     assert abs(size - estimate.bytes) <= max(0.05 * size, estimate.uncertainty)
@@ -124,8 +124,8 @@ def test_a_sample_has_runs_of_examples_from_all_over_the_dataset() -> None:
 
 
 def test_an_unknown_form_and_a_dataset_without_rows_are_errors(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(actshard.ArgumentError, match=r"do you mean 'zarr 3, lossless'"):
-        actshard.estimate(dataset, ["zarr 3, losless"])
+    with pytest.raises(actshard.ArgumentError, match=r"do you mean 'zarr 3 lossless'"):
+        actshard.estimate(dataset, ["zarr 3 losless"])
     with actshard.create(tmp_path / "e", "safetensors", layers=[0], d_model=4) as writer:
         writer.append([np.zeros((1, 0, 4), np.float32)])
     with pytest.raises(actshard.NotStoredError, match="expected rows, found none"):
@@ -135,7 +135,23 @@ def test_an_unknown_form_and_a_dataset_without_rows_are_errors(dataset: Path, tm
 def test_the_command_prints_a_line_per_form(dataset: Path) -> None:
     listed = run_command("convert", str(dataset), "--estimate")
     assert listed.returncode == 0, listed.stderr
-    assert "zarr 3, lossless" in listed.stdout
+    assert "zarr 3 lossless" in listed.stdout
     values = json.loads(run_command("convert", str(dataset), "--to", "zarr", "--estimate", "--json").stdout)
     assert {value["format"] for value in values} == {"zarr"}
     assert all(value["bytes"] > 0 for value in values if value["refused"] is None)
+
+
+def test_options_that_an_estimate_does_not_take_are_refused(dataset: Path) -> None:
+    for words in (
+        ["--dtype", "float16"],
+        ["-o", "version=3"],
+        ["--layer", "last"],
+        ["--dry-run"],
+        ["--tokens", "last"],
+    ):
+        refusal = run_command("convert", str(dataset), "--estimate", *words)
+        assert refusal.returncode == 3, words
+        assert "has no effect with --estimate" in refusal.stderr
+    refusal = run_command("convert", str(dataset), "--estimate", "--to", "automodel", "--json")
+    assert refusal.returncode == 2
+    assert json.loads(refusal.stdout)[0].keys() == {"name", "format", "options", "refused"}

@@ -275,3 +275,21 @@ def test_the_command_folds_names_what_waits_and_resumes(requests: Path, tmp_path
     check(tmp_path / "d", [1, 2, 10, 33, 5])
     for wrong in ([*words, "third"], ["capture", "gpt2", "texts.txt"]):
         assert isinstance(CliRunner().invoke(app, wrong).exception, actshard.ArgumentError)
+
+
+@pytest.mark.parametrize(
+    "words", [["--estimate", "--delete"], ["--tokens", "last"], ["--columns", "none"], ["--part", "0/2"]]
+)
+def test_options_of_other_captures_are_refused_and_no_file_is_written_or_removed(
+    requests: Path, tmp_path: Path, words: list[str]
+) -> None:
+    from typer.testing import CliRunner
+
+    from actshard.cli import app
+
+    before = sorted(requests.iterdir())
+    result = CliRunner().invoke(app, ["capture", "--from-vllm", str(requests), str(tmp_path / "d"), *words])
+    assert isinstance(result.exception, actshard.ArgumentError)
+    assert f"{words[0]}: has no effect with --from-vllm" in str(result.exception)
+    assert sorted(requests.iterdir()) == before
+    assert not (tmp_path / "d").exists()

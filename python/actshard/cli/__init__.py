@@ -63,6 +63,7 @@ from actshard.cli._options import (
     ToOption,
     TruncateOption,
     layers_option,
+    refuse_other_options,
 )
 from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
@@ -318,6 +319,7 @@ app.command("capture", **about("capture"))(capture_command)
 
 @app.command("convert", **about("convert"))
 def convert_command(
+    context: typer.Context,
     source: ConvertSource,
     target: ConvertTarget = None,
     to: ToOption = "",
@@ -379,8 +381,13 @@ def convert_command(
         arguments["layers"] = verb.layers_of(dataset, format, layer)
     arguments["src_format"] = format if layout is None else None
     if estimate:
+        refuse_other_options(
+            context, "--estimate", {"to", "format", "layout", "storage_option", "cache", "estimate", "quiet", "json"}
+        )
         estimates = verb.estimates(dataset, to, format if layout is None else None)
         output(json, lambda: [e.as_dict() for e in estimates], lambda: verb.show_estimates(estimates))
+        if all(e.refused for e in estimates):
+            raise typer.Exit(ERRORS)
         return
     if dry_run:
         folder = "converted" if target is None or "://" in target else target

@@ -6,7 +6,15 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from actshard.cli._options import JsonOption, PadOption, QuietOption, ShardBytes, TargetOptions, layers_option
+from actshard.cli._options import (
+    JsonOption,
+    PadOption,
+    QuietOption,
+    ShardBytes,
+    TargetOptions,
+    layers_option,
+    refuse_other_options,
+)
 from actshard.cli._output import output
 from actshard.formats import registry
 
@@ -110,8 +118,27 @@ IncompleteOption = Annotated[
 ]
 DeleteOption = Annotated[bool, typer.Option("--delete", help="vLLM: delete request files that are committed.")]
 
+_FOLD_OPTIONS = frozenset(
+    (
+        "to",
+        "layers",
+        "dtype",
+        "option",
+        "from_vllm",
+        "follow",
+        "idle",
+        "incomplete",
+        "delete",
+        "resume",
+        "quiet",
+        "json",
+    )
+)
+"""Options of ``--from-vllm``."""
+
 
 def capture_command(
+    context: typer.Context,
     model: ModelArgument,
     texts: TextsArgument = "",
     out: FolderArgument = "",
@@ -154,6 +181,7 @@ def capture_command(
     from actshard.cli.convert import options_named
 
     if from_vllm:
+        refuse_other_options(context, "--from-vllm", _FOLD_OPTIONS)
         ends = {"follow": follow, "idle": idle, "incomplete": incomplete, "delete": delete, "resume": resume}
         _fold(from_vllm, [model, texts, out], to, layers, dtype, option, ends, quiet=quiet, json=json)
     verb.check_places(texts, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 import typer
@@ -57,13 +58,28 @@ ConvertTarget = Annotated[
 ToOption = Annotated[str, typer.Option("--to", help=f"Target format: {', '.join(formats.written())}.")]
 
 
+def refuse_other_options(context: typer.Context, mode: str, allowed: Collection[str]) -> None:
+    """Raises ArgumentError if the command line has an option that a mode of the command does not take.
+
+    Args:
+        context: the command's.
+        mode: the option that chooses the mode.
+        allowed: parameters of the command's function.
+    """
+    for parameter in context.command.params:
+        name, is_option = parameter.name, parameter.param_type_name == "option"
+        if is_option and name is not None and name not in allowed and _is_given(context, name):
+            raise ArgumentError(f"{max(parameter.opts, key=len)}: has no effect with {mode}; leave it out")
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line has a parameter."""
+    return getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+
+
 def _not_empty(ctx: typer.Context, param: typer.CallbackParam, value: str) -> str:
     """Refuses an empty text, which is the default: it would silently mean all layers."""
-    if (
-        value == ""
-        and param.name is not None
-        and getattr(ctx.get_parameter_source(param.name), "name", "") == "COMMANDLINE"
-    ):
+    if value == "" and param.name is not None and _is_given(ctx, param.name):
         raise ArgumentError(f"{param.opts[0]}: expected names of layers, found an empty text")
     return value
 

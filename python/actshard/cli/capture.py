@@ -67,7 +67,9 @@ def columns_chosen(words: str) -> list[str] | None:
 
     columns = columns_named(words)
     if isinstance(columns, dict):
-        raise ArgumentError("columns: expected names; columns are not renamed")
+        if renamed := next((old for old, new in columns.items() if old != new), None):
+            raise ArgumentError(f"columns: expected names, found {renamed}={columns[renamed]}: columns are not renamed")
+        return list(columns)
     return columns
 
 

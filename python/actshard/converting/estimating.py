@@ -78,13 +78,18 @@ class Estimate:
     """Why the dataset cannot have this form; the numbers are 0 then."""
 
     def as_dict(self) -> dict[str, object]:
-        """Returns plain values for JSON."""
-        return asdict(self)
+        """Returns plain values for JSON; without numbers if the dataset cannot have this form."""
+        values = asdict(self)
+        return (
+            values
+            if self.refused is None
+            else {name: values[name] for name in ("name", "format", "options", "refused")}
+        )
 
 
 def estimate(
     src: str | PathLike[str] | Location | Store,
-    forms: Sequence[str] | None = None,
+    forms: str | Sequence[str] | None = None,
     *,
     src_format: str | None = None,
     storage_options: Mapping[str, object] | None = None,
@@ -100,7 +105,7 @@ def estimate(
 
     Args:
         src: a path, a URL or a store.
-        forms: names of forms. Default: all.
+        forms: names of forms, or one name. Default: all.
         src_format: the source's format. Default: it is detected.
         storage_options: see :func:`actshard.open`.
         cache: see :func:`actshard.open`.
@@ -114,6 +119,7 @@ def estimate(
     """
     choices = all_forms()
     if forms is not None:
+        forms = [forms] if isinstance(forms, str) else forms
         chosen = [_arguments.one_of(name, tuple(form.name for form in choices), "forms") for name in forms]
         choices = [form for form in choices if form.name in chosen]
     with warnings.catch_warnings():
@@ -123,6 +129,8 @@ def estimate(
         if not store.layers or not len(store) or not int(store.token_counts.sum()):
             raise NotStoredError("expected rows, found none", path=store.path)
         sample = _RowSample(store)
+        # A form with the dtype that the rows have is the same without it.
+        choices = [form for form in choices if form.options.get("dtype") != store.dtype.name]
         estimates = [_estimate(store, form, sample) for form in choices]
     return sorted(estimates, key=lambda e: (e.refused is not None, e.bytes))
 
@@ -132,7 +140,7 @@ class _RowSample:
 
     def __init__(self, store: Store) -> None:
         counts = np.maximum(store.token_counts, 0)
-        row_bytes = store.d_model * store.dtype.itemsize
+        row_bytes = store.d_model * store.dtype.itemsize * len(store.layers)
         self.numbers = spread(counts * row_bytes, SAMPLE_BYTES)
         layer = store.layers[len(store.layers) // 2]
         self.layer = layer
@@ -143,7 +151,7 @@ class _RowSample:
 
     def errors(self, store: Store) -> tuple[float, float]:
         """Relative error and mean cosine of the rows of a conversion of these examples."""
-        rows = np.concatenate([r.astype(np.float32) for r in store.sequences(np.arange(len(store)), store.layers[0])])
+        rows = np.concatenate([r.astype(np.float32) for r in store.sequences(np.arange(len(store)), self.layer)])
         if rows.shape != self.rows.shape:
             raise NotStoredError(f"expected rows of shape {self.rows.shape}, found {rows.shape}", path=store.path)
         given, stored = self.rows.astype(np.float64), rows.astype(np.float64)
@@ -167,12 +175,12 @@ def _estimate(store: Store, form: Form, sample: _RowSample) -> Estimate:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 conversion = convert(
-                    store, folder, form.format, layers=[sample.layer],
+                    store, folder, form.format,
                     examples=sample.numbers, overflow="allow", **options,
                 )  # fmt: skip
                 with open_quietly(conversion.path, form.format, "auto") as stored:
                     relative_error, cosine = sample.errors(stored)
-                    rate = _stream_rate(stored, sample.bytes)
+                    rate = _stream_rate(stored, sample)
         except ActshardError as error:
             return _refused(form, error.detail)
     rows = size.rows * store.d_model * store.dtype.itemsize
@@ -186,12 +194,12 @@ def _refused(form: Form, reason: str) -> Estimate:
     return Estimate(form.name, form.format, dict(form.options), None, 0, 0, 0, 0.0, 0.0, 0.0, 0.0, reason)
 
 
-def _stream_rate(store: Store, rows_bytes: int) -> float:
+def _stream_rate(store: Store, sample: _RowSample) -> float:
     """Bytes of rows per second, the best of several passes."""
     fastest, began = float("inf"), time.perf_counter()
     while time.perf_counter() - began < _SPEED_SECONDS:
         start = time.perf_counter()
-        for _ in store.stream(store.layers[0], batch_size=4096, seed=0):
+        for _ in store.stream(sample.layer, batch_size=4096, seed=0):
             pass
         fastest = min(fastest, time.perf_counter() - start)
-    return rows_bytes / fastest
+    return sample.bytes / fastest

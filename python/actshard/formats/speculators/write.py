@@ -57,9 +57,9 @@ class SpeculatorsTarget(TokenTarget):
         'example, or one for the "whole" example',
     }
     forms: ClassVar[Mapping[str, Mapping[str, str | int]]] = {
-        "int8, scale per channel": {"dtype": "int8", "scales": "channel"},
-        "int8, scale per token": {"dtype": "int8", "scales": "token"},
-        "float8_e4m3fn, scale per token": {"dtype": "float8_e4m3fn", "scales": "token"},
+        "int8 per channel": {"dtype": "int8", "scales": "channel"},
+        "int8 per token": {"dtype": "int8", "scales": "token"},
+        "float8_e4m3fn per token": {"dtype": "float8_e4m3fn", "scales": "token"},
     }
     copies: float = 1.5
     numbers_layers = False

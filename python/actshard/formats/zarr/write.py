@@ -66,8 +66,8 @@ class ZarrTarget(Target):
     }
     forms: ClassVar[Mapping[str, Mapping[str, str | int]]] = {
         "zarr 3": {"version": 3},
-        **{f"zarr 3, {pack}": {"version": 3, "pack": pack} for pack in PACKS},
-        "zarr 3, bfloat16, lossless": {"version": 3, "pack": "lossless", "dtype": "bfloat16"},
+        **{f"zarr 3 {pack}": {"version": 3, "pack": pack} for pack in PACKS},
+        "zarr 3 bfloat16 lossless": {"version": 3, "pack": "lossless", "dtype": "bfloat16"},
     }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
