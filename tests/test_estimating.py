@@ -43,7 +43,7 @@ def conversions(
     return [
         (
             e,
-            Path(actshard.convert(dataset, folder / e.name, e.format, overflow="allow", **e.options).path),
+            Path(actshard.convert(dataset, folder / e.name, e.format, **e.options).path),
         )
         for e in estimates
         if e.refused is None
@@ -90,6 +90,47 @@ def test_the_errors_are_those_of_the_rows_that_a_conversion_stores(
     assert forms["zarr 3 lossless"].bytes < 0.7 * forms["zarr 3"].bytes  # two of four bytes are zero
 
 
+@pytest.mark.parametrize("factor", [1e60, 1e-68])
+def test_values_that_a_form_cannot_hold_are_refused_or_an_error(tmp_path: Path, factor: float) -> None:
+    rows = np.random.default_rng(1).standard_normal((5, 3, 10, 16)) * np.array([1, factor, 1])[None, :, None, None]
+    with actshard.create(tmp_path / "d", "safetensors", layers=[0, 1, 2], d_model=16, dtype="float64") as writer:
+        writer.append(rows)
+    lossless, bfloat16 = (
+        next(e for e in actshard.estimate(tmp_path / "d") if e.name == name)
+        for name in ("zarr 3 lossless", "zarr 3 bfloat16 lossless")
+    )
+    assert (lossless.relative_error, lossless.cosine) == (0, 1)
+    if factor > 1:
+        assert "would become infinite" in str(bfloat16.refused)
+    else:
+        assert bfloat16.relative_error == pytest.approx(np.sqrt(1 / 3), rel=0.01)
+
+
+def test_values_that_are_not_finite_are_left_out_of_the_error(tmp_path: Path) -> None:
+    rows = np.random.default_rng(1).standard_normal((5, 1, 10, 16)).astype(np.float32)
+    for name, number in (("some", 4), ("all", 16)):
+        holed = rows.copy()
+        holed[..., :number] = np.nan
+        with actshard.create(tmp_path / name, "safetensors", layers=[0], d_model=16, dtype="float32") as writer:
+            writer.append(holed)
+    (some,), (nothing,) = (actshard.estimate(tmp_path / name, "zarr 3 bfloat16 lossless") for name in ("some", "all"))
+    assert some.relative_error == pytest.approx(0.0017, rel=0.2)
+    assert nothing.relative_error is None
+    assert nothing.cosine is None
+
+
+def test_the_size_of_ragged_examples_is_scaled_by_their_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    lengths = np.where(rng.random(700) < 0.02, 400, rng.integers(1, 12, 700)).tolist()
+    with actshard.create(tmp_path / "d", "safetensors", layers=[0], d_model=64, dtype="float32") as writer:
+        writer.append([rng.standard_normal((1, n, 64)).astype(np.float32) for n in lengths])
+    monkeypatch.setattr(predicting, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(predicting, "SAMPLE_BYTES", 1 << 20)
+    (estimate,) = actshard.estimate(tmp_path / "d", ["zarr 3 lossless"])
+    size = size_of(Path(actshard.convert(tmp_path / "d", tmp_path / "z", "zarr", **estimate.options).path))
+    assert abs(size - estimate.bytes) <= 0.08 * size
+
+
 def test_the_size_of_what_is_not_written_whole_is_extrapolated_from_all_over_the_dataset(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,7 +174,7 @@ def test_an_unknown_form_and_a_dataset_without_rows_are_errors(dataset: Path, tm
 
 
 def test_the_command_prints_a_line_per_form(dataset: Path) -> None:
-    listed = run_command("convert", str(dataset), "--estimate")
+    listed = run_command("convert", str(dataset), "--to", "zarr", "--estimate")
     assert listed.returncode == 0, listed.stderr
     assert "zarr 3 lossless" in listed.stdout
     values = json.loads(run_command("convert", str(dataset), "--to", "zarr", "--estimate", "--json").stdout)

@@ -132,8 +132,8 @@ def show_estimates(candidates: Sequence[Estimate]) -> None:
             f"{e.files:,}",
             size(e.bytes) + (f" ± {size(e.uncertainty)}" if e.uncertainty else ""),
             f"{e.ratio:.3f}",
-            f"{e.relative_error:.2g}" if e.relative_error else "none",
-            f"{e.cosine:.6f}" if e.relative_error else "1",
+            "-" if e.relative_error is None else f"{e.relative_error:.2g}" if e.relative_error else "none",
+            "-" if e.cosine is None else f"{e.cosine:.6f}" if e.relative_error else "1",
             f"{size(int(e.stream_rate))}/s",
         ]
         for e in candidates

@@ -68,9 +68,10 @@ class Estimate:
     files: int
     ratio: float
     """``bytes`` divided by the bytes of the rows in the source's dtype."""
-    relative_error: float
-    """L2 norm of the differences of the sample's rows, divided by that of the rows. 0: the same values."""
-    cosine: float
+    relative_error: float | None
+    """L2 norm of the differences of a layer's rows in the sample, divided by that of the rows; the root of the mean square of
+    all layers. 0: the same values. None: no value is finite."""
+    cosine: float | None
     """Mean cosine of stored and given rows of the sample."""
     stream_rate: float
     """Bytes per second of rows, in the source's dtype, streamed in random order from memory."""
@@ -142,33 +143,41 @@ class _RowSample:
         counts = np.maximum(store.token_counts, 0)
         row_bytes = store.d_model * store.dtype.itemsize * len(store.layers)
         self.numbers = spread(counts * row_bytes, SAMPLE_BYTES)
-        layer = store.layers[len(store.layers) // 2]
-        self.layer = layer
-        self.rows: NDArray[np.float32] = np.concatenate(
-            [rows.astype(np.float32) for rows in store.sequences(self.numbers, layer)]
-        )
-        self.bytes = self.rows.size * store.dtype.itemsize
+        self.layers = store.layers
+        self.rows = [np.concatenate(store.sequences(self.numbers, layer)) for layer in store.layers]
+        self.layer_bytes = self.rows[0].size * store.dtype.itemsize
 
-    def errors(self, store: Store) -> tuple[float, float]:
-        """Relative error and mean cosine of the rows of a conversion of these examples."""
-        rows = np.concatenate([r.astype(np.float32) for r in store.sequences(np.arange(len(store)), self.layer)])
-        if rows.shape != self.rows.shape:
-            raise NotStoredError(f"expected rows of shape {self.rows.shape}, found {rows.shape}", path=store.path)
-        given, stored = self.rows.astype(np.float64), rows.astype(np.float64)
-        finite = np.isfinite(given).all(axis=1) & np.isfinite(stored).all(axis=1)
-        given, stored = given[finite], stored[finite]
-        squares = float((given**2).sum())
-        error = float(np.sqrt(((given - stored) ** 2).sum() / squares)) if squares else 0.0
-        norms = np.linalg.norm(given, axis=1) * np.linalg.norm(stored, axis=1)
-        cosines = (given * stored).sum(axis=1)[norms > 0] / norms[norms > 0]
-        return error, float(cosines.mean()) if error and len(cosines) else 1.0
+    def errors(self, store: Store) -> tuple[float | None, float | None]:
+        """Relative error and mean cosine of the rows of a conversion of these examples; None without a finite value.
+
+        Values that are not finite in the source are left out. A finite one never becomes infinite: the conversion is refused.
+        """
+        squared_errors: list[float] = []
+        cosines: list[NDArray[np.float64]] = []
+        for layer, rows in zip(self.layers, self.rows, strict=True):
+            given = rows.astype(np.float64)
+            stored = np.concatenate(store.sequences(np.arange(len(store)), layer)).astype(np.float64)
+            finite = np.isfinite(given)
+            if not finite.any():
+                continue
+            # Squares of large float64 values would be infinite.
+            unit = float(np.abs(given[finite]).max()) or 1.0
+            given, stored = np.where(finite, given / unit, 0.0), np.where(finite, stored / unit, 0.0)
+            squares, differences = float((given**2).sum()), float(((given - stored) ** 2).sum())
+            squared_errors.append(differences / squares if squares else differences)
+            norms = np.linalg.norm(given, axis=1) * np.linalg.norm(stored, axis=1)
+            cosines.append((given * stored).sum(axis=1)[norms > 0] / norms[norms > 0])
+        if not squared_errors:
+            return None, None
+        error, angles = float(np.sqrt(np.mean(squared_errors))), np.concatenate(cosines)
+        return error, float(angles.mean()) if error and len(angles) else 1.0
 
 
 def _estimate(store: Store, form: Form, sample: _RowSample) -> Estimate:
     options: dict[str, Any] = dict(form.options)
     with tempfile.TemporaryDirectory(prefix="actshard-estimate-") as scratch:
         folder = Path(scratch) / "d"
-        size = preview(store, folder, form.format, overflow="allow", **options)[0]
+        size = preview(store, folder, form.format, **options)[0]
         if size.refused is not None:
             return _refused(form, size.refused)
         try:
@@ -176,7 +185,7 @@ def _estimate(store: Store, form: Form, sample: _RowSample) -> Estimate:
                 warnings.simplefilter("ignore")
                 conversion = convert(
                     store, folder, form.format,
-                    examples=sample.numbers, overflow="allow", **options,
+                    examples=sample.numbers, **options,
                 )  # fmt: skip
                 with open_quietly(conversion.path, form.format, "auto") as stored:
                     relative_error, cosine = sample.errors(stored)
@@ -199,7 +208,7 @@ def _stream_rate(store: Store, sample: _RowSample) -> float:
     fastest, began = float("inf"), time.perf_counter()
     while time.perf_counter() - began < _SPEED_SECONDS:
         start = time.perf_counter()
-        for _ in store.stream(sample.layer, batch_size=4096, seed=0):
+        for _ in store.stream(sample.layers[0], batch_size=4096, seed=0):
             pass
         fastest = min(fastest, time.perf_counter() - start)
-    return sample.bytes / fastest
+    return sample.layer_bytes / fastest

@@ -28,7 +28,7 @@ WHOLE_BYTES, WHOLE_FILES = 64 << 20, 2000
 """Limits of a conversion that is written completely: bytes of rows, and files."""
 SAMPLE_BYTES, SAMPLE_FILES = 16 << 20, 500
 """Limits of a sample of a larger conversion."""
-_RUNS = 8
+_RUNS = 16
 """A sample consists of this many runs of consecutive examples."""
 
 
@@ -89,14 +89,13 @@ def predict(
     ]
     (_, _, half_bytes), (_, sample_files, sample_bytes) = estimates
     files += last.files - sample_files
-    if last.bytes < sample_bytes:  # compressed
-        ratio = last.bytes / sample_bytes
+    if last.bytes < sample_bytes:  # compressed: what fills up chunks takes next to nothing
+        row_bytes, half_rows, sample_rows = (int(part.sum()) for part in (rows, rows[half], rows[examples]))
         # The first half of the sample, and the second.
-        rest = sample_bytes - half_bytes
-        disagreement = (
-            abs(first.bytes / half_bytes - (last.bytes - first.bytes) / rest) if rest > 0 and half_bytes else 0.0
-        )
-        return Prediction(int(size * ratio), files, False, shards, uncertainty=round(size * disagreement))
+        rest = sample_rows - half_rows
+        disagreement = abs(first.bytes / half_rows - (last.bytes - first.bytes) / rest) if half_rows and rest else 0.0
+        total = row_bytes * last.bytes / max(sample_rows, 1)
+        return Prediction(int(total), files, False, shards, uncertainty=round(row_bytes * disagreement))
     over = [first.bytes - half_bytes, last.bytes - sample_bytes]
     extra_per_example = (over[1] - over[0]) / max(1, len(examples) - len(half))
     return Prediction(
@@ -121,10 +120,15 @@ def spread(sizes: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
     if int(sizes.sum()) <= limit:
         return np.arange(len(sizes))
     borders = np.unique(np.arange(_RUNS + 1) * len(sizes) // _RUNS)
-    ends = np.cumsum(sizes)
-    before = ends[borders[:-1]] - sizes[borders[:-1]]
-    stops = np.minimum(np.searchsorted(ends, before + limit // (len(borders) - 1), "right"), borders[1:])
-    numbers = np.concatenate([np.arange(a, b) for a, b in zip(borders[:-1].tolist(), stops.tolist(), strict=True)])
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    share = limit // (len(borders) - 1)
+    # At places that do not repeat with the data.
+    places = np.random.default_rng(0).random(len(borders) - 1)
+    room = np.maximum(ends[borders[1:]] - ends[borders[:-1]] - share, 0)
+    starts = np.searchsorted(ends, ends[borders[:-1]] + places * room)
+    starts = np.clip(starts, borders[:-1], borders[1:] - 1)
+    stops = np.minimum(np.searchsorted(ends, ends[starts] + share, "right") - 1, borders[1:])
+    numbers = np.concatenate([np.arange(a, b) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)])
     return numbers if sizes[numbers].any() else np.array([int(np.argmax(sizes > 0))])
 
 
