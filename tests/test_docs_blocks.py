@@ -41,6 +41,7 @@ FORMATS = {
     "layout": Page(scenes.described),
     "modelopt": Page(scenes.deepspec_cache),
     "plain": Page(scenes.plain),
+    "planes": Page(),
     "specforge": Page(scenes.with_cache("draft/specforge_dflash_gz", "hidden_states"), 1),
     "speculators": Page(scenes.with_cache("draft/speculators_bf16", "training_data"), 1),
     "torch": Page(scenes.torch_file),

@@ -125,9 +125,9 @@ def test_the_other_commands_make_the_plans_of_the_functions(source: Path, tmp_pa
         assert plan.status().committed or words[0] in ("verify", "stats")
 
 
-OWN = {"tasks", "out", "replace", "no_measure", "json", "work", "cache"}
+OWN = {"context", "tasks", "out", "replace", "no_measure", "json", "work", "cache"}
 ELSEWHERE = {
-    "convert": {"dry_run", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch"},
+    "convert": {"dry_run", "estimate", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch"},
     "verify": {"deep", "storage_option"},
     "stats": {"rows", "storage_option"},
     "tokenize": {"config", "component", "dry_run", "jobs", "overwrite"},

@@ -251,7 +251,7 @@ def test_tensors_under_tuples_are_layers(tmp_path: Path) -> None:
 
 
 def test_no_module_is_imported_for_an_object(tmp_path: Path) -> None:
-    for module in ("this", "antigravity", "torch.hub"):
+    for module in ("this", "antigravity", "torch.utils.backdoor"):
         assert module not in sys.modules
         put(tmp_path / "a.pt", {"x": Name(module, "x.y"), "h": Tensor("0", STATES)}, 2)
         assert list(read(tmp_path / "a.pt").refused) == ["x"]

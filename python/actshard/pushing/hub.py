@@ -47,7 +47,7 @@ def push_to_hub(
         FileAccessError: the hub refuses, or cannot be reached.
     """
     try:
-        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, object
+        from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
     except ImportError as error:
         raise MissingExtraError.of("uploading to the hub", "hub", root) from error
     assert isinstance(root.storage, Remote)
@@ -58,7 +58,7 @@ def push_to_hub(
         raise ArgumentError("expected hf://datasets/ORG/NAME[@BRANCH][/PATH]", path=root)
     repository, branch = match[1], match[2] or "main"
     lowercase_options = {str(name).lower(): value for name, value in options.items()}
-    api = object(
+    api = HfApi(
         endpoint=lowercase_options.get("endpoint") or lowercase_options.get("endpoint_url"),
         token=lowercase_options.get("token") or lowercase_options.get("hf_token"),
         library_name="actshard",
@@ -137,7 +137,7 @@ def _parent(api: Any, root: Location, repository: str, branch: str, private: boo
     if missing == "RevisionNotFoundError" or branch != "main":
         raise MissingFileError(
             f"expected a branch named {branch!r}, found none. Create it first "
-            f"(huggingface_hub.object().create_branch({repository!r}, repo_type='dataset', branch={branch!r})), or push to main",
+            f"(huggingface_hub.HfApi().create_branch({repository!r}, repo_type='dataset', branch={branch!r})), or push to main",
             path=root,
         )
     with _explained(root):
