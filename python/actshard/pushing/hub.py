@@ -36,7 +36,7 @@ def push_to_hub(
     ship: Shipment,
     overwrite: bool,
     private: bool,
-    options: Mapping[str, object],
+    options: Mapping[str, Any],
     progress: Callable[[int], object],
 ) -> tuple[int, int]:
     """Commits a dataset. Returns the numbers of files and bytes that were sent.
@@ -88,7 +88,7 @@ def push_to_hub(
         for key, f in mine.items()
         if key not in right and (overwrite or key not in protected_keys or key not in remote_files)
     }
-    operations: list[object] = [CommitOperationAdd(key, str(file.path)) for key, file in uploads.items()]
+    operations: list[Any] = [CommitOperationAdd(key, str(file.path)) for key, file in uploads.items()]
     for (key, file), operation in zip(uploads.items(), operations, strict=True):
         _check_digest(operation, ship.digests[file.name], root.joinpath(key[len(start) :]))
     if ship.card is not None and start + CARD not in remote_files:
@@ -166,7 +166,7 @@ def _is_right(file: LocalFile, digest: str, size: int, oid: str) -> bool:
     return oid == git.hexdigest()
 
 
-def _check_digest(operation: object, digest: str, location: Location) -> None:
+def _check_digest(operation: Any, digest: str, location: Location) -> None:
     """Raises FormatError if a file changed after it was verified."""
     uploaded_digest = getattr(getattr(operation, "upload_info", None), "sha256", None)
     if uploaded_digest is not None and uploaded_digest.hex() != digest:
