@@ -120,9 +120,9 @@ def fold(
 
     Each request is an example: its states ``(layers, tokens, d_model)`` in the stored dtype, and the columns ``request``, the
     file's name without its ending, and ``input_ids``. Whole files are folded in the order of their names, in which numbers count as
-    numbers; with ``follow``, those that became whole since the last look. The column tells whose rows they are.
+    numbers; with ``follow``, those that became whole since the last look. The column has the request of each example.
 
-    A file is whole if no writer holds its lock, and its size is that which its header says. Files that are not are looked at again:
+    A file is whole if no writer holds its lock, and its size is that of its header. Files that are not are looked at again:
     they are never skipped unless ``incomplete="skip"`` finishes the dataset without them.
 
     Args:
@@ -237,7 +237,7 @@ def _by_number(name: str) -> tuple[Any, ...]:
 
 
 def _is_locked(lock: Path) -> bool:
-    """Whether a writer holds the lock. A lock file that nobody holds is left from a writer that has ended."""
+    """Whether a writer holds the lock. A lock file without a holder is left from a writer that has ended."""
     import fcntl
 
     try:
@@ -250,7 +250,7 @@ def _is_locked(lock: Path) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # the file system has no locks: the file's header tells whether it is whole
+    except OSError:  # the file system has no locks: the file's header shows whether it is whole
         return False
     finally:
         os.close(descriptor)

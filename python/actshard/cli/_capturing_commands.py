@@ -229,7 +229,7 @@ def _fold(
     quiet: bool,
     json: bool,
 ) -> NoReturn:
-    """``actshard capture --from-vllm``. ``ends``: the options that tell when it ends, and what becomes of the files."""
+    """``actshard capture --from-vllm``. ``ends``: the options that decide when it ends, and what becomes of the files."""
     from actshard.cli import capture as verb
     from actshard.cli.convert import options_named
 

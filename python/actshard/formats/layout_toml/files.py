@@ -242,7 +242,7 @@ class _Hdf5Opened(OpenedFile):
             shifts = (shift for shift in (0, self._base) if self.path.read(at + shift, size) == content)
             shift = next(shifts, None)
             if shift is None:
-                return f"{name}: chunks after a user block whose offsets HDF5 does not tell; h5repack FILE NEW_FILE removes it"
+                return f"{name}: chunks after a user block whose offsets HDF5 does not return; h5repack FILE NEW_FILE removes it"
             chunks = [(first, at + shift, size, mask) for first, at, size, mask in chunks]
         expected = math.prod(-(-n // size) for n, size in zip(value.shape, value.chunks, strict=True))
         if len(chunks) < expected and np.asarray(value.fillvalue).tobytes().strip(b"\0"):
