@@ -133,7 +133,7 @@ def test_a_dataset_is_converted_with_its_selection_order_and_columns(tmp_path: P
         (whole.to_iterable_dataset(), {}, "found IterableDataset"),
         (whole, {"resume": True}, "resume: expected a path as src"),
         (whole, {"src_format": "zarr"}, "src_format: expected a path as src"),
-        (whole.remove_columns("acts"), {}, "no hidden states"),
+        (whole.remove_columns("acts"), {}, "expected a column of vectors, or of sequences of vectors, found label"),
         (3, {}, "path"),
     ):
         with pytest.raises(actshard.ActshardError, match=said):
