@@ -34,6 +34,7 @@ from actshard.cli._options import (
     ConvertTarget,
     ConvertTokens,
     DifferentModels,
+    EstimateOfForms,
     FormatOption,
     JsonOption,
     KeepShards,
@@ -334,12 +335,7 @@ def convert_command(
     shard_bytes: ShardBytes = "",
     option: TargetOptions = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print sizes and losses without writing.")] = False,
-    estimate: Annotated[
-        bool,
-        typer.Option(
-            "--estimate", help="Print sizes, errors and speeds in all forms, from a sample; --to: of one format."
-        ),
-    ] = False,
+    estimate: EstimateOfForms = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted conversion.")] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare all rows and columns with the source afterwards.")
@@ -381,9 +377,7 @@ def convert_command(
         arguments["layers"] = verb.layers_of(dataset, format, layer)
     arguments["src_format"] = format if layout is None else None
     if estimate:
-        refuse_other_options(
-            context, "--estimate", {"to", "format", "layout", "storage_option", "cache", "estimate", "quiet", "json"}
-        )
+        refuse_other_options(context, "--estimate", verb.ESTIMATE_OPTIONS)
         estimates = verb.estimates(dataset, to, format if layout is None else None)
         output(json, lambda: [e.as_dict() for e in estimates], lambda: verb.show_estimates(estimates))
         if all(e.refused for e in estimates):

@@ -58,6 +58,12 @@ ConvertTarget = Annotated[
 ToOption = Annotated[str, typer.Option("--to", help=f"Target format: {', '.join(formats.written())}.")]
 
 
+EstimateOfForms = Annotated[
+    bool,
+    typer.Option("--estimate", help="Print sizes, errors and speeds in all forms, from a sample; --to: of one format."),
+]
+
+
 def refuse_other_options(context: typer.Context, mode: str, allowed: Collection[str]) -> None:
     """Raises ArgumentError if the command line has an option that a mode of the command does not take.
 

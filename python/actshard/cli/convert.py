@@ -24,6 +24,9 @@ from actshard.location import Location
 from actshard.opening import open_quietly
 from actshard.store import Store
 
+ESTIMATE_OPTIONS = frozenset(("to", "format", "layout", "storage_option", "cache", "estimate", "quiet", "json"))
+"""Options of ``--estimate``."""
+
 
 def columns_named(words: str) -> list[str] | dict[str, str] | None:
     """Parses ``--columns``: ``text,label=verb``, or JSON for names with commas or equals signs."""
