@@ -109,12 +109,12 @@ def fold(requests: str, places: list[str], to: str, *, quiet: bool, layers: list
         raise ArgumentError(
             f"--from-vllm DIR: expected one argument, the folder to create, found also {others[0]!r:.200}"
         )
-    told = time.monotonic()
+    report_time = time.monotonic()
 
     def tell(state: Fold) -> None:
-        nonlocal told
-        if not quiet and time.monotonic() - told >= _TOLD_SECONDS:
-            told = time.monotonic()
+        nonlocal report_time
+        if not quiet and time.monotonic() - report_time >= _TOLD_SECONDS:
+            report_time = time.monotonic()
             typer.echo(f"{many(state.examples, 'request')}, {len(state.leftovers)} not whole", err=True)
 
     names = None if isinstance(layers, str) else layers

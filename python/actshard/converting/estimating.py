@@ -155,18 +155,18 @@ class _RowSample:
         squared_errors: list[float] = []
         cosines: list[NDArray[np.float64]] = []
         for layer, rows in zip(self.layers, self.rows, strict=True):
-            given = rows.astype(np.float64)
+            source_rows = rows.astype(np.float64)
             stored = np.concatenate(store.sequences(np.arange(len(store)), layer)).astype(np.float64)
-            finite = np.isfinite(given)
+            finite = np.isfinite(source_rows)
             if not finite.any():
                 continue
             # Squares of large float64 values would be infinite.
-            unit = float(np.abs(given[finite]).max()) or 1.0
-            given, stored = np.where(finite, given / unit, 0.0), np.where(finite, stored / unit, 0.0)
-            squares, differences = float((given**2).sum()), float(((given - stored) ** 2).sum())
+            unit = float(np.abs(source_rows[finite]).max()) or 1.0
+            source_rows, stored = np.where(finite, source_rows / unit, 0.0), np.where(finite, stored / unit, 0.0)
+            squares, differences = float((source_rows**2).sum()), float(((source_rows - stored) ** 2).sum())
             squared_errors.append(differences / squares if squares else differences)
-            norms = np.linalg.norm(given, axis=1) * np.linalg.norm(stored, axis=1)
-            cosines.append((given * stored).sum(axis=1)[norms > 0] / norms[norms > 0])
+            norms = np.linalg.norm(source_rows, axis=1) * np.linalg.norm(stored, axis=1)
+            cosines.append((source_rows * stored).sum(axis=1)[norms > 0] / norms[norms > 0])
         if not squared_errors:
             return None, None
         error, angles = float(np.sqrt(np.mean(squared_errors))), np.concatenate(cosines)

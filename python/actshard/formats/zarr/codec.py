@@ -86,5 +86,5 @@ class PlanesCodec(BytesBytesCodec):  # type: ignore[misc]  # zarr is no dependen
         return await asyncio.to_thread(self._encode_sync, chunk_bytes, chunk_spec)
 
     def compute_encoded_size(self, input_byte_length: int, chunk_spec: ArraySpec) -> int:
-        """Unknown before encoding."""
+        """Unknown before encoding: raises, as zarr's own codecs of variable size do."""
         raise NotImplementedError

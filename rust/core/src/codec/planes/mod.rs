@@ -1,8 +1,9 @@
 //! Blocks of rows packed without loss, with their bytes in planes (docs/formats/planes.md specifies the format).
 //!
 //! Each value is rotated left by one bit: the highest byte of a bfloat16 or float32 is then its exponent. Its sign, now the lowest
-//! bit, moves up over the bits that are 0 in all values, as in float32 values that were float16. The first bytes of all values form a plane, then the second bytes, and so on. A plane is raw, one constant, or a prefix
-//! code in four streams ([`code`], [`table`]). Trailing rows of zeros, or copies of the row before them, are counted only.
+//! bit, moves up over the bits that are 0 in all values, as in float32 values that were float16. The first bytes of all values form
+//! a plane, then the second bytes, and so on. A plane is raw, one constant, or a prefix code in four streams
+//! ([`code`], [`table`]). Trailing rows of zeros, or copies of the row before them, are counted only.
 //!
 //! A block is little-endian and begins with a header of 24 bytes:
 //!
