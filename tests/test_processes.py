@@ -416,6 +416,31 @@ def test_a_child_forked_beside_reading_threads_reads_with_all_threads(dataset: P
     assert run(FORK_BESIDE_A_BUSY_THREAD, dataset, ACTSHARD_NUM_THREADS="3") == "{3}"
 
 
+FIRST_READS = """
+import sys, numpy as np, actshard
+store = actshard.open(sys.argv[1])
+verbs = {
+    "gather": lambda: store.gather(4, [3, 5], [0, 1]),
+    "last_tokens": lambda: store.last_tokens(4),
+    "sequence": lambda: store.sequence(3, 4),
+    "layer": lambda: (store.layer(4)[3], store.layer(4)[np.arange(40) > 20]),
+    "stream": lambda: next(iter(store.stream(4, 7))),
+    "state": lambda: store.stream(4, 7).state_dict(),
+    "sequences_stream": lambda: next(iter(store.sequences_stream(4, 20))),
+}
+for name, read in verbs.items():
+    before = set(sys.modules)
+    read()
+    if modules := set(sys.modules) - before:
+        print(name, sorted(modules))
+"""
+
+
+def test_the_first_read_imports_no_module(dataset: Path) -> None:
+    """A child that is forked while another thread imports a module waits for that module's lock for ever."""
+    assert not run(FIRST_READS, dataset)
+
+
 MASKS = """
 import os, sys, numpy as np, actshard
 def masks():

@@ -112,11 +112,21 @@ def as_array(value: object, expected: str) -> NDArray[np.generic]:
 
 def count_masked(value: object) -> int:
     """Counts the masked values of a masked array, or of nested lists of arrays."""
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked_array(value):
         return int(np.count_nonzero(value.mask))
     if not isinstance(value, list | tuple) or set(map(type, value)) <= {int, float}:
         return 0
-    return sum(count_masked(item) for item in value if isinstance(item, list | tuple | np.ma.MaskedArray))
+    return sum(count_masked(item) for item in value if isinstance(item, list | tuple) or is_masked_array(item))
+
+
+def is_masked_array(value: object) -> TypeGuard[np.ma.MaskedArray]:
+    """Returns whether a value is one of numpy's masked arrays.
+
+    ``np.ma`` is not named at run time: numpy imports it at its first use, and a child that is forked during that import would
+    wait for it without end. Who has a masked array has imported it.
+    """
+    masked_arrays = sys.modules.get("numpy.ma")
+    return masked_arrays is not None and isinstance(value, getattr(masked_arrays, "MaskedArray", ()))
 
 
 def listed(values: Iterable[Item], expected: str) -> list[Item]:

@@ -17,7 +17,9 @@ import actshard._native as _native
 from actshard import _arguments
 from actshard._native import Rows
 from actshard.absent import Closed, Without
+from actshard.arrays import LayerArray
 from actshard.codes import Remark
+from actshard.describing import columns_of, identity_of, info_of, sample_of
 from actshard.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -42,10 +44,9 @@ from actshard.stream.verbs import StreamVerbs
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    import actshard.arrays as arrays
     from actshard.chosen import Chosen
 else:
-    pa, arrays = Late("pyarrow"), Late("actshard.arrays")
+    pa = Late("pyarrow")
 
 _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
@@ -396,7 +397,7 @@ class Store(StreamVerbs, SampledVerbs):
 
         return places(self._contents, np.arange(self.num_examples) if examples is None else self._numbers(examples))
 
-    def layer(self, layer: Layer, *, dtype: DTypeLike | None = None) -> arrays.LayerArray:
+    def layer(self, layer: Layer, *, dtype: DTypeLike | None = None) -> LayerArray:
         """Returns one layer as an array over (example, token, element), which reads nothing until it is indexed.
 
         ``acts = store.layer(5)`` supports ``acts[17]``, ``acts[17, -1]``, ``acts[mask, 0]``, ``np.asarray(acts)``.
@@ -409,8 +410,6 @@ class Store(StreamVerbs, SampledVerbs):
         Raises:
             LayerError, DtypeError: the dataset has no such layer; the dtype is not supported.
         """
-        from actshard.arrays import LayerArray
-
         return LayerArray(self, layer, dtype)
 
     def last_tokens(
@@ -668,8 +667,6 @@ class Store(StreamVerbs, SampledVerbs):
             OutOfRangeError: there is no such example.
         """
         self._check_not_closed()
-        from actshard.describing import columns_of
-
         numbers = None if examples is None else _arguments.index(self._numbers(examples), "examples")[0]
         if numbers is not None and numbers.size and (numbers.min() < 0 or numbers.max() >= self.num_examples):
             raise self._out_of_range(numbers)
@@ -689,8 +686,6 @@ class Store(StreamVerbs, SampledVerbs):
         Copies of a dataset have equal digests. Datasets of another shape, or that differ in these rows, have others.
         """
         if self._identity is None:
-            from actshard.describing import identity_of
-
             self._identity = identity_of(self)
         return self._identity
 
@@ -701,8 +696,6 @@ class Store(StreamVerbs, SampledVerbs):
         """
         key = tuple(map(self._group, layers))
         if key not in self._samples:
-            from actshard.describing import sample_of
-
             self._samples[key] = sample_of(self, layers)
         return self._samples[key]
 
@@ -790,8 +783,6 @@ class Store(StreamVerbs, SampledVerbs):
         ``shards``, ``missing_shards`` and ``bytes`` are None if they would need one request for each of many chunks, because a web
         server cannot list them. ``ratio`` is that of ``bytes`` to the bytes of the rows, uncompressed; None if one is unknown.
         """
-        from actshard.describing import info_of
-
         return info_of(self, counted=self._token_counts is not None)
 
 

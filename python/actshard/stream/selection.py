@@ -42,7 +42,7 @@ def column(values: Any) -> Any:
     Raises:
         ArgumentError: a numpy array with masked values.
     """
-    if isinstance(values, np.ma.MaskedArray):
+    if _arguments.is_masked_array(values):
         return _arguments.as_array(values, "expected flags or integers")
     if isinstance(values, np.ndarray) or not hasattr(values, "to_numpy"):
         return values

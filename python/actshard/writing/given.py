@@ -341,7 +341,7 @@ def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedA
             ):
                 return None
         # tolist() of a masked array has None where Arrow stores the masked number.
-        lists = [value.tolist() if isinstance(value, np.ma.MaskedArray) else value for value in values]
+        lists = [value.tolist() if _arguments.is_masked_array(value) else value for value in values]
         return _change([item for items in lists if items is not None for item in items], column.flatten())
     stored: Any = (
         column.to_numpy(zero_copy_only=False) if kinds <= {np.datetime64, np.timedelta64} else column.to_pylist()
