@@ -153,7 +153,18 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 NAMES = re.compile(rf"\b({'|'.join(registry.installed())})\b")
-ROOMS = ("opening", "finding", "store", "stream", "merging", "writing", "converting", "verifying", "pushing", "cli")
+ROOMS = (
+    "opening",
+    "finding",
+    "store",
+    "stream",
+    "merging",
+    "writing",
+    "converting",
+    "verifying",
+    "pushing",
+    "cli",
+)
 
 
 def test_no_format_is_named_outside_its_folder() -> None:
@@ -231,7 +242,7 @@ def test_importing_actshard_loads_nothing_of_urls_and_arrays() -> None:
         import sys
         import actshard
         loaded = {name for name in sys.modules if name.startswith("actshard.")}
-        lazy = "staging pushing caching arrays choosing chosen joining mixing pairing".split()
+        lazy = "staging pushing caching choosing chosen joining mixing pairing".split()
         lazy = {f"actshard.{name}" for name in lazy}
         assert not loaded & lazy, loaded & lazy
         assert "tempfile" not in sys.modules

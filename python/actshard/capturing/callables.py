@@ -22,7 +22,7 @@ States = Callable[[NDArray[np.int64], NDArray[np.bool_]], Mapping[Layer, Any]]
 
 
 class FunctionStates:
-    """A function as a :class:`~actshard.capturing.backend.Backend`. It is called with the first example to learn the width."""
+    """A function as a :class:`~actshard.capturing.backend.Backend`. The first example's call gives the width."""
 
     pads = True
     most_tokens: int | None = None

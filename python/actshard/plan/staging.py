@@ -74,8 +74,8 @@ def stage(
         tasks: maximum number of tasks. There are fewer if the source has fewer files; see ``plan.notes``.
 
     Returns:
-        The plan; its ``commit()`` returns a :class:`~actshard.staging.Staged`. The predicted ``bytes`` and ``files`` do not count
-        the marker file.
+        The plan; its ``commit()`` returns a :class:`~actshard.staging.Staged`. The predicted ``bytes`` and ``files`` do not
+        count the marker file.
 
     Raises:
         Errors of :func:`actshard.stage`, before anything is written.

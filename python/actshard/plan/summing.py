@@ -5,7 +5,7 @@ task sums a range of the leaves of all layers, and stores the sums of each layer
 
 .. code-block:: text
 
-    WORK/tasks/00017/sums.npy         (nodes, d_model), see actshard.stats.sums.Sums; positions and counts are in result.json
+    WORK/tasks/00017/sums.npy         (nodes, d_model), see `Sums`; positions and counts are in result.json
     WORK/tasks/00017/summaries.json   a summary of each node; not in result.json, which every status reads
 """
 

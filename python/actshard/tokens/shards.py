@@ -1,7 +1,7 @@
 """Builds one shard of a cache from one file of records. ``build_cache`` runs this in parallel, in this process or in workers.
 
-As a program it is a worker (:mod:`actshard.work.pool`). Processes are used because rendering chats and reading records hold the
-GIL; only the tokenizers library has threads of its own.
+As a program it is a worker (:mod:`actshard.work.pool`). Processes are used because rendering chats and reading records hold
+the GIL; only the tokenizers library has threads of its own.
 """
 
 from __future__ import annotations
