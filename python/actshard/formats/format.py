@@ -148,6 +148,8 @@ class Format:
             return read(layout)
         return {"layers": copy.copy(layout["layers"])} if names_layers(layout) else layout
 
+    skips_incomplete: ClassVar[bool] = False
+    """Whether :meth:`open` can leave out examples that are not whole (``Options.skip_incomplete``)."""
     opens_several: ClassVar[bool] = False
     """Whether :meth:`open_several` is supported."""
 
