@@ -356,6 +356,12 @@ def truncated_request(folder: Path, patch: pytest.MonkeyPatch) -> None:
     vllm.fold(folder / "requests", folder / "d", incomplete="skip")
 
 
+def growing_folder(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(GOLDEN / "draft/speculators_vllm_requests", folder / "requests")
+    (folder / "requests/cmpl-zz-0.safetensors").write_bytes(b"\0" * 9)
+    actshard.open(folder / "requests", incomplete="skip")
+
+
 CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "overflow": overflow,
     "no-example-chosen": no_example,
@@ -380,6 +386,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "non-finite-captured": captured,
     "batch-halved": captured,
     "requests-left-out": truncated_request,
+    "examples-left-out": growing_folder,
 }
 """Calls that warn."""
 

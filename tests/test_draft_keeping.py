@@ -208,9 +208,9 @@ def headers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counted: list[int] = []
     original = read.all_states
 
-    def all_states(paths: Any, *more: Any) -> Any:
+    def all_states(paths: Any, *more: Any, **options: Any) -> Any:
         counted.append(len(paths))
-        return original(paths, *more)
+        return original(paths, *more, **options)
 
     monkeypatch.setattr(keeping, "LEAST_FILES", 2)
     monkeypatch.setattr(read, "all_states", all_states)

@@ -160,14 +160,14 @@ def test_parts_that_a_plan_writes_are_the_plans(tmp_path: Path, format: str) -> 
 def test_folders_that_refuse_to_be_read_do_not_end_a_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(LMPROBE, tmp_path / "b")
     (tmp_path / "a").mkdir()
-    evidence = finding._evidence
+    evidence = finding._evidence_of
 
     def refuse(name: str, folder: Location) -> formats.Evidence:
         if folder.name == "a":
             raise actshard.FileAccessError("cannot access: Permission denied", path=folder)
         return evidence(name, folder)
 
-    monkeypatch.setattr(finding, "_evidence", refuse)
+    monkeypatch.setattr(finding, "_evidence_of", refuse)
     with actshard.open(tmp_path) as store:
         assert store.format == "lmprobe"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,37 @@ def test_repeated_rows_of_many_are_estimated(stats: Stats) -> None:
     found = stats.repeats
     assert (found.different, found.exact) == (HASHES, False)
     assert 0.05 < found.fraction < 0.16  # 600 of 6,000
+    assert abs(found.fraction - 0.1) < 3 * found.error
+    assert found.error == pytest.approx(0.9 / 32, rel=0.1)
+
+
+def test_rows_that_come_hundreds_of_times_are_estimated_within_the_error(tmp_path: Path) -> None:
+    """Whether such a row is among the sampled ones does not matter."""
+    rng = np.random.default_rng(3)
+    frequent = rng.standard_normal((12, 4, 8)).astype(np.float32)
+    rows = rng.standard_normal((12, 6000, 8)).astype(np.float32)
+    rows[:, :1200] = frequent[:, rng.integers(0, 4, 1200)]  # 1,196 of 6,000 equal an earlier one, in each layer
+    with actshard.create(tmp_path / "d", "npy", layers=range(12), d_model=8) as writer:
+        writer.append(rows.transpose(1, 0, 2)[:, :, None])
+    store = actshard.open(tmp_path / "d")
+    repeats = [store.stats(layer).repeats for layer in store.layers]
+    deviations = np.array([(x.fraction - 1196 / 6000) / x.error for x in repeats])
+    assert (np.abs(deviations) < 4).all()
+    assert abs(deviations.mean()) < 4 / math.sqrt(12)
+    assert all(x.least <= 1196 / 6000 for x in repeats)
+    for layer in store.layers:
+        for advice in store.stats(layer).advice():
+            if advice.kind == "repeats":
+                assert re.match(r"about \d+% \(± \d%\) of the rows equal", advice.text)
+                assert advice.size == 0, "no layer is the worst"
+
+
+def test_a_dataset_of_different_rows_has_no_repeats_however_the_estimate_falls(tmp_path: Path) -> None:
+    rows = np.random.default_rng(5).standard_normal((20, 3000, 4)).astype(np.float32)
+    with actshard.create(tmp_path / "d", "npy", layers=range(20), d_model=4) as writer:
+        writer.append(rows.transpose(1, 0, 2)[:, :, None])
+    store = actshard.open(tmp_path / "d")
+    assert not [x for layer in store.layers for x in store.stats(layer).advice() if x.kind == "repeats"]
 
 
 def test_gamma_is_the_norm_of_the_mean_relative_to_that_of_the_deviations(tmp_path: Path) -> None:

@@ -587,3 +587,35 @@ def test_a_chunk_far_longer_than_its_array_is_refused_by_its_size(server: Served
         list(quietly("s3://bucket/run", storage_options=server.options).token_counts)
     # Of at most 4 MiB each.
     assert sum("seq_len/0" in path for _, path, _ in server.requests) <= 4
+
+
+ONE_SHARD = next((GOLDEN / "saev/v21_nocls_oneshard/saev/shards").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("folder", "most"),
+    [
+        pytest.param(ONE_SHARD, 13, id="saev"),
+        pytest.param(SAEV, 15, id="saev-four-shards-and-labels"),
+        pytest.param(GOLDEN / "pickle/numpy2_proto5", 7, id="pickle"),
+    ],
+)
+def test_a_web_server_is_asked_once_for_each_name_of_the_formats(folder: Path, most: int, server: Served) -> None:
+    shutil.copytree(folder, server.root / "run")
+    far = quietly(server.web("run"))
+    assert len(server.requests) <= most, "\n".join(map(str, server.requests))
+    # A request for one byte of a known file shows that a 404 in between was true.
+    asked = [Path(path).name for _, path, range_ in server.requests if range_ != "bytes=0-0"]
+    signs = actshard.formats.signs(actshard.formats.names())
+    assert sorted(name for name in asked if name in signs) == signs
+    same(far, quietly(folder))
+
+
+def test_formats_with_rare_names_are_recognised_on_a_web_server(server: Served) -> None:
+    shutil.copytree(HALLULENS, server.root / "run")
+    far, near = quietly(server.web("run")), quietly(HALLULENS)
+    assert far.format == near.format
+    assert np.array_equal(far.sequence(0, far.layers[0]), near.sequence(0, near.layers[0]))
+    asked = [Path(path).name for path in server.since(0)]
+    signs, rare = (actshard.formats.signs(actshard.formats.names(), rare=rare) for rare in (False, True))
+    assert max(map(asked.index, signs)) < min(map(asked.index, rare)), "asked for only after the others"

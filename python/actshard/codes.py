@@ -546,6 +546,13 @@ CALLS: tuple[Code, ...] = (
         "correct the model, or store a wider dtype",
     ),
     Code(
+        "examples-left-out",
+        WARNING,
+        'Files of examples are missing, unfinished or damaged, and incomplete="skip" opened the dataset without them.',
+        "These examples have no tokens; all others keep their numbers.",
+        'open the dataset again when its writer has finished; without incomplete="skip", reading these examples is an error',
+    ),
+    Code(
         "requests-left-out",
         WARNING,
         "Request files were truncated, still being written, or of another shape when the dataset of them was finished.",

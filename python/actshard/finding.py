@@ -116,9 +116,8 @@ class Place:
         """Looks at a path; with ``format`` only for a dataset of that format."""
         names = formats.names() if format is None else [format] if is_one_of(format, formats.names()) else []
         with one_look(root.key):
-            return cls(
-                root, look(root), root.lists and is_cache_itself(root), {name: _evidence(name, root) for name in names}
-            )
+            marks = look(root)
+            return cls(root, marks, root.lists and is_cache_itself(root), _evidence(root, names))
 
     @property
     def matches(self) -> list[str]:
@@ -440,7 +439,22 @@ def _is_describable(root: Location, entries: Sequence[Entry] | None) -> bool:
     return any(name.lower().endswith(endings) for name in names)
 
 
-def _evidence(name: str, root: Location) -> Evidence:
+def _evidence(root: Location, names: Sequence[str]) -> dict[str, Evidence]:
+    """What each format found. Where names cannot be listed, those that formats look for are requested together before."""
+    storage = root.storage
+    if not isinstance(storage, Remote) or root.kind() != "folder" or storage.native.lists:
+        return {name: _evidence_of(name, root) for name in names}
+    signs, rare_signs = ([(root / sign).key for sign in formats.signs(names, rare=rare)] for rare in (False, True))
+    storage.request_together(signs)
+    with storage.without(rare_signs):
+        evidence = {name: _evidence_of(name, root) for name in names}
+    if any(e.matches for e in evidence.values()):
+        return evidence
+    storage.request_together(rare_signs)
+    return {name: _evidence_of(name, root) for name in names}
+
+
+def _evidence_of(name: str, root: Location) -> Evidence:
     try:
         return formats.detect(name, root.place)
     except FileAccessError as error:

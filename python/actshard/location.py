@@ -509,6 +509,16 @@ class Location:
         return stat
 
 
+def found_together(places: Sequence[Location]) -> list[Stat | None]:
+    """As :meth:`Location.found` of each. Names in one storage that cannot be listed are requested concurrently."""
+    storage = places[0].storage if places else None
+    absent: set[str] = set()
+    if isinstance(storage, Remote) and not storage.native.lists:
+        with boundary(places[0].parent, "access"):
+            absent = storage.absent_among([place.key for place in places])
+    return [None if place.key in absent else place.found() for place in places]
+
+
 def read_together(places: Sequence[Location], limit: int | None = None) -> Iterator[bytes | None]:
     """Yields the contents of files of one storage, None for missing files. Remote files are requested concurrently.
 

@@ -23,7 +23,7 @@ from actshard.errors import (
 from actshard.finding import Place, all_existing, detect, existing_anywhere, find_any, find_in, of_tokens
 from actshard.formats.contents import Options
 from actshard.formats.foreign import tell
-from actshard.formats.format import names_layers
+from actshard.formats.format import Format, names_layers
 from actshard.layers import Layer, several, short
 from actshard.location import Location, network_io
 from actshard.logs import LOG
@@ -46,6 +46,7 @@ def open(
     storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
     layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    incomplete: Literal["error", "skip"] = "error",
 ) -> Store:
     """Opens a dataset and returns a store.
 
@@ -71,6 +72,10 @@ def open(
         layout: a description of the files of a folder (docs/formats/layout.md): the path of a TOML file, its text, or a dict. The
             folder's own ``layout.toml`` needs no argument. ``{"layers": [1, 17, 33]}`` names the layers of formats whose files do
             not record them (specforge, modelopt, angelslim).
+        incomplete: what to do about examples whose files are missing, being written or damaged, in formats with a file per example
+            (speculators and vLLM's request files, specforge, modelopt, angelslim, eagle). ``"error"``: reading them raises an
+            error. ``"skip"``: they have no tokens, so that streams leave them out; a warning counts them. All others keep their
+            numbers.
 
     Returns:
         An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an
@@ -82,7 +87,7 @@ def open(
             datasets below it, and what the nearest formats expect.
         FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is damaged, too new, or cannot be read.
     """
-    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache, layout)
+    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
     for warning in store.warnings:
         warn(f"{store.path}: {warning}", code=warning.code)
     return store
@@ -182,12 +187,15 @@ def open_quietly(
     storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
     layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    incomplete: str = "error",
 ) -> Store:
     """:func:`open` without warnings, e.g. for workers that reopen their parent's store."""
     if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
         raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {io!r}")
+    if not _arguments.is_one_of(incomplete, ("error", "skip")):
+        raise ArgumentError(f"incomplete: expected 'error' or 'skip', found {incomplete!r:.80}")
     with boundary(path, "open"):
-        return _opened(path, format, io, decoded_memory, checksums, storage_options, cache, layout)
+        return _opened(path, format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
 
 
 def token_cache_at(location: Location, format: str | None) -> TokenCache | None:
@@ -215,11 +223,15 @@ def _opened(
     storage_options: Mapping[str, object] | None,
     cache: int | str | os.PathLike[str] | Literal[False] | None,
     layout: str | os.PathLike[str] | Mapping[str, object] | None,
+    incomplete: str,
 ) -> Store:
     together = all_existing(path, storage_options, cache) if isinstance(path, list | tuple) else None
     if together is not None and not _is_one_dataset(together, format):
         return _concat(
-            [_opened(p, format, io, decoded_memory, checksums, storage_options, cache, layout) for p in together],
+            [
+                _opened(p, format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
+                for p in together
+            ],
             None,
             None,
             None,
@@ -242,8 +254,7 @@ def _opened(
     _arguments.one_of(name, formats.names(), "format")
     mode = io if io != "auto" else network_io(root)
     chosen = formats.get(name)
-    if layout is not None and not chosen.takes(layout):
-        raise ArgumentError(f"layout: {name} datasets describe themselves; leave it out")
+    _check_supported(chosen, layout, incomplete, root)
     layout = None if layout is None else chosen.read_layout(layout)
     options = Options(
         mode,
@@ -251,6 +262,7 @@ def _opened(
         _arguments.switch(checksums, "checksums"),
         layout,
         keep=cache is not False,
+        skip_incomplete=incomplete == "skip",
     )
     before = _refused(root)
     try:
@@ -262,14 +274,8 @@ def _opened(
         error.path = error.path or root.place  # some errors of the core name no file
         tell(error)
         raise
-    store = Store(
-        replace(contents, layout=layout),
-        io=mode,
-        reopen=(
-            open_quietly,
-            (together or root, name, io, decoded_memory, checksums, None, False if cache is False else None, layout),
-        ),
-    )
+    reopened = (together or root, name, io, decoded_memory, checksums, None, False if cache is False else None, layout)
+    store = Store(replace(contents, layout=layout), io=mode, reopen=(open_quietly, (*reopened, incomplete)))
     LOG.info(
         "%s: opened as %s (%s), io=%s (%s): %d examples, layers %s, %s",
         store.path,
@@ -283,6 +289,15 @@ def _opened(
     )
     store.warnings = (*store.warnings, *_remarks(store.dtype, sorted(_refused(root) - before)))
     return store
+
+
+def _check_supported(chosen: Format, layout: object, incomplete: str, root: Location) -> None:
+    """Raises ArgumentError for an argument that a format does not support."""
+    if layout is not None and not chosen.takes(layout):
+        raise ArgumentError(f"layout: {chosen.name} datasets describe themselves; leave it out")
+    if incomplete == "skip" and not chosen.skips_incomplete:
+        supported = ", ".join(name for name in formats.names() if formats.get(name).skips_incomplete)
+        raise ArgumentError(f'incomplete: "skip" is supported for {supported}, not for {chosen.name}', path=root)
 
 
 def _remarks(dtype: np.dtype[np.generic], refused: Sequence[str]) -> list[Remark]:

@@ -213,7 +213,7 @@ class _Entries:
 
 
 class _Look:
-    """What the local file system showed since the look began: folders, states and small files, each read once."""
+    """What was seen since the look began: local folders, states and small files, each read once; and what servers do not have."""
 
     def __init__(self, folder: str) -> None:
         self._above = f"{folder.rstrip('/')}/"
@@ -223,6 +223,8 @@ class _Look:
         self._is_listed = False
         self.small: dict[str, bytes] = {}
         """Files that were read from their first byte."""
+        self.absent: set[tuple[Remote, str]] = set()
+        """Objects that a server was asked for, and does not have."""
 
     def listing(self, key: str) -> _Entries:
         """The entries of a folder."""
@@ -269,10 +271,10 @@ _LOOK: ContextVar[_Look | None] = ContextVar("_LOOK", default=None)
 
 @contextlib.contextmanager
 def one_look(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """In this context, all see one state of a local folder: it is listed once, and files are looked at and read once.
+    """In this context, all see one state of a folder: a local one is listed once, and files are looked at and read once.
 
-    Several formats look for their files in the same folder, and must not see it before and after a change. Within another look, the
-    outer one lasts.
+    Several formats look for their files in the same folder, and must not see it before and after a change. A server is asked once
+    for each name that it does not have. Within another look, the outer one lasts.
     """
     if _LOOK.get() is not None:
         yield
@@ -345,6 +347,9 @@ class Remote:
     def stat(self, key: str) -> Stat:
         if reason := self.denied.get(key):
             raise DeniedError(reason)
+        look = _LOOK.get()
+        if look is not None and (self, key) in look.absent:
+            raise FileNotFoundError(2, "No such object")
         try:
             status = self.native.stat(key)
         except FileAccessError as error:
@@ -353,9 +358,46 @@ class Remote:
             self.denied[key] = error
             raise DeniedError(error) from None
         if status is None:
+            if look is not None:
+                look.absent.add((self, key))
             raise FileNotFoundError(2, "No such object")
         size, version = status
         return Stat("folder", 0, "", 0) if size is None else Stat("file", size, version or "", size)
+
+    def request_together(self, keys: Sequence[str]) -> None:
+        """Looks for objects whose names cannot be listed, with one request each; the rest of the look knows the answers.
+
+        The first is requested before the others, so that a server that fails gets one request.
+        """
+        look = _LOOK.get()
+        assert look is not None
+        for group in (keys[:1], keys[1:]):
+            look.absent |= {(self, key) for key in self.absent_among(group, again=False)}
+
+    def absent_among(self, keys: Sequence[str], *, again: bool = True) -> set[str]:
+        """Those of some keys, whose names cannot be listed, that do not exist, requested concurrently. The others are known.
+
+        ``again=False`` takes the first answer of a web server for true: its proxies may report an object as absent.
+        """
+        absent = set()
+        for key, answer in zip(keys, self.native.stat_together(list(keys), again), strict=True):
+            if answer is None:
+                absent.add(key)
+            elif isinstance(answer, FileAccessError):
+                self.denied[key] = answer
+        return absent
+
+    @contextlib.contextmanager
+    def without(self, keys: Iterable[str]) -> Iterator[None]:
+        """In this context, which is within a look, these objects count as absent, and are not requested."""
+        look = _LOOK.get()
+        assert look is not None
+        absent = {(self, key) for key in keys} - look.absent
+        look.absent |= absent
+        try:
+            yield
+        finally:
+            look.absent -= absent
 
     def scan(self, key: str, sizes: bool) -> Iterator[Entry]:
         names: list[tuple[str, int | None]] = []

@@ -34,7 +34,7 @@ from actshard.errors import (
 )
 from actshard.formats import registry
 from actshard.formats.contents import Options
-from actshard.formats.speculators.files import StatesFile, states_of
+from actshard.formats.speculators.files import StatesFile, is_being_written, states_of
 from actshard.formats.speculators.read import contents_of_requests
 from actshard.layers import Layer, one
 from actshard.location import Location
@@ -215,7 +215,7 @@ class _RequestFolder:
 
     def states(self, file: _RequestFile) -> StatesFile | str:
         """The states of a whole file, or the reason why it is not."""
-        if _is_locked(self.path / f"{file.name}.lock"):
+        if is_being_written(self.place / f"{file.name}.lock"):
             return "it is being written"
         try:
             return states_of(self.place / file.name, None)
@@ -234,27 +234,6 @@ class _RequestFolder:
 def _by_number(name: str) -> tuple[Any, ...]:
     """The key of a name, in which digits are compared as numbers."""
     return (*((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)), (-2, name))
-
-
-def _is_locked(lock: Path) -> bool:
-    """Whether a writer holds the lock. A lock file without a holder is left from a writer that has ended."""
-    import fcntl
-
-    try:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise from_os(error, lock, "open") from error
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # the file system has no locks: the file's header shows whether it is whole
-        return False
-    finally:
-        os.close(descriptor)
-    return False
 
 
 # -- folding ---------------------------------------------------------------------------------------------------------

@@ -75,7 +75,11 @@ def _plain(stats: Stats) -> dict[str, object]:
         "gamma": _number(stats.gamma),
         "largest_rows": [asdict(entry) for entry in stats.largest_rows],
         "largest_columns": [asdict(entry) for entry in stats.largest_columns],
-        "repeated_rows": {**asdict(stats.repeats), "fraction": stats.repeats.fraction},
+        "repeated_rows": {
+            **asdict(stats.repeats),
+            "fraction": stats.repeats.fraction,
+            "error": stats.repeats.error,
+        },
         "findings": [
             {"severity": entry.severity, "kind": entry.kind, "text": entry.text, "do": entry.do, "code": entry.code}
             for entry in stats.advice()

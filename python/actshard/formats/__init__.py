@@ -10,7 +10,18 @@ Other packages add formats by entry points of the group ``actshard.formats``.
 from actshard.codes import Code, Remark
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
-from actshard.formats.registry import asked, contents_of, described, detect, get, names, of_object, of_tokens, written
+from actshard.formats.registry import (
+    asked,
+    contents_of,
+    described,
+    detect,
+    get,
+    names,
+    of_object,
+    of_tokens,
+    signs,
+    written,
+)
 
 __all__ = [
     "Code",
@@ -27,5 +38,6 @@ __all__ = [
     "names",
     "of_object",
     "of_tokens",
+    "signs",
     "written",
 ]

@@ -39,6 +39,9 @@ class Options:
     keep: bool = False
     """Whether the index of a folder with many files may be stored in the user's cache folder, and read from it."""
 
+    skip_incomplete: bool = False
+    """Whether examples whose files are missing, unfinished or damaged have no tokens, instead of an error when they are read."""
+
     @classmethod
     def of(cls, path: Path | Location) -> Options:
         """Defaults. The path's file system determines ``io``."""

@@ -131,8 +131,16 @@ def _axes(value: object) -> int:
     return len(value.shape) if isinstance(value, StoredArray) else 0
 
 
-def read_each(paths: Sequence[Location], limit: int, use: Callable[[int, TorchFile | ActshardError], None]) -> None:
+def read_each(
+    paths: Sequence[Location],
+    limit: int,
+    use: Callable[[int, TorchFile | ActshardError], None],
+    *,
+    may_lack: bool = False,
+) -> None:
     """Calls ``use`` with each file's number and its parsed form, or the error of a damaged one. Files are read in parallel.
+
+    ``may_lack``: files may be missing; ``use`` then gets a MissingFileError.
 
     Raises:
         FileAccessError, MissingFileError: a file cannot be accessed. Damaged files raise nothing.
@@ -145,15 +153,19 @@ def read_each(paths: Sequence[Location], limit: int, use: Callable[[int, TorchFi
                 use(number, file)
         except ActshardError:
             for number, path in enumerate(batch, first):
-                use(number, _read_one(path, limit))
+                use(number, _read_one(path, limit, may_lack))
         first += len(batch)
 
 
-def _read_one(path: Location, limit: int) -> TorchFile | ActshardError:
+def _read_one(path: Location, limit: int, may_lack: bool) -> TorchFile | ActshardError:
     try:
         return read_torch([path], limit)[0]
-    except (FileAccessError, MissingFileError):
+    except FileAccessError:
         raise
+    except MissingFileError as error:
+        if not may_lack:
+            raise
+        return error
     except ActshardError as error:
         error.path = error.path or path.place
         return error

@@ -6,6 +6,7 @@ its number. A warning and the error of a read contain the reason.
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of,
 from actshard.formats.draft_keeping import KeptExamples, place_of, restored, stored_of
 from actshard.formats.draft_trees import DraftTree, NumberedFile
 from actshard.formats.kept import KeptIndex
-from actshard.formats.per_token import LAST, wrong_values
+from actshard.formats.per_token import LAST, left_out, wrong_values
 from actshard.formats.report import Report
 from actshard.formats.torch_checks import check_torch
 from actshard.layers import Layer
@@ -34,8 +35,10 @@ from actshard.location import Location
 
 _SHOWN = 20
 """Number of damaged files that are named in warnings."""
-_TRIED = 4
-"""Number of files that detection tries, because the first ones may be damaged."""
+_TRIED = 16
+"""Number of files that detection tries, because the first ones may be damaged, or being written."""
+_READ = 4
+"""Number of files with other keys after which detection ends, if files may have any name."""
 _Shape = tuple[int, int, str]
 """Width of the layers' states, width of the last hidden state, dtype."""
 
@@ -72,13 +75,14 @@ class DraftFolder:
         return None, []
 
     def detect(self, root: Location) -> Evidence:
-        """Checks names, and the keys of the first file that can be read."""
+        """Checks names, and the keys of files that can be read: of the first, or of most, if any name is allowed."""
         if root.kind() != "folder" or not root.lists:
             return Evidence(False, self.looked_for, "no folder that can be listed")
         tree, files = self._files(root, _TRIED)
         if not files:
             return Evidence(False, self.looked_for, "no such files")
-        fault = ""
+        fault, other = "", ""
+        counts: collections.Counter[bool] = collections.Counter()
         for _, path in files[:_TRIED]:
             try:
                 (file,) = read_torch([path])
@@ -86,9 +90,14 @@ class DraftFolder:
             except ActshardError as error:
                 fault = fault or f"{path.name}: {error.detail}"
                 continue
-            if kind is None:
-                return Evidence(False, self.looked_for, f"other keys in {path.name}", near=True)
-            return Evidence(True, self.looked_for, f"{kind.kind} examples")
+            counts[kind is not None] += 1
+            if kind is not None and counts[True] >= counts[False]:
+                return Evidence(True, self.looked_for, f"{kind.kind} examples")
+            other = other or ("" if kind is not None else path.name)
+            if self.listing is None or counts[False] == _READ:
+                break
+        if other:
+            return Evidence(False, self.looked_for, f"other keys in {other}", near=True)
         if tree is not None and tree.sure:
             return Evidence(True, self.looked_for, f"files that cannot be read: {fault}")
         return Evidence(False, self.looked_for, fault, near=True)
@@ -103,7 +112,10 @@ class DraftFolder:
         tree, files = self._files(root, None)
         if not files:
             raise MissingFileError(f"expected {self.looked_for}, found none", path=root)
-        dataset = DraftDataset(self, root)
+        dataset = DraftDataset(self, root, skips_incomplete=options.skip_incomplete)
+        if tree is not None and options.skip_incomplete:
+            dataset.warnings += tree.missing_folders(files)
+            files = tree.filled(root, files)
         example = tree.example if tree is not None else (0,)
         paths: dict[tuple[int, ...], Location] = {}
         for numbers, path in files:
@@ -114,9 +126,9 @@ class DraftFolder:
                 continue
             paths[key] = path
             dataset.paths.append(path)
-        if tree is not None:
+        if tree is not None and not options.skip_incomplete:
             dataset.warn_of_gaps(tree, files)
-        kept_index = place_of(root, self.format, dataset.paths, options.keep)
+        kept_index = place_of(root, self.format, dataset.paths, options.keep and not options.skip_incomplete)
         index = None if kept_index is None else kept_index.load()
         if index is None or not dataset.restore(*index):
             dataset.read(options.decoded_memory, faults)
@@ -173,6 +185,8 @@ class DraftDataset:
     warnings: list[Remark] = field(default_factory=list)
     keys: DraftKeys | None = None
     shape: _Shape = (0, 0, "")
+    skips_incomplete: bool = False
+    """Whether examples with faults have no tokens."""
     kept_examples: KeptExamples | None = None
     """The examples, if they come from a cached index; :attr:`examples` is then empty."""
     skipped: str = ""
@@ -204,13 +218,16 @@ class DraftDataset:
                 error.path = error.path or self.paths[number].place
                 self.faults[number] = error
 
-        read_each(self.paths, limit, first)
+        read_each(self.paths, limit, first, may_lack=self.skips_incomplete)
         if not kinds:
             faults.refuse(*(self.faults[number] for number in sorted(self.faults)))
         self._agree(kinds)
+        if self.skips_incomplete:
+            self.warnings += left_out(len(self.faults), len(self.paths))
         for number in sorted(self.faults)[:_SHOWN]:
             fault, name = self.faults[number], self.paths[number].relative_to(self.root)
-            text = f"example {number}: {name}: {fault.detail}; reading it is an error"
+            effect = "it is left out" if self.skips_incomplete else "reading it is an error"
+            text = f"example {number}: {name}: {fault.detail}; {effect}"
             self.warnings.append(Remark(fault.code or _CODES.get(fault.kind, "format"), text))
         if len(self.faults) > _SHOWN:
             text = f"{len(self.faults)} of {len(self.paths)} examples cannot be read; the first {_SHOWN} are named"
@@ -325,10 +342,11 @@ class DraftDataset:
         )
 
     def counts(self) -> NDArray[np.uint32]:
-        """Number of tokens of each example; 1 for damaged examples."""
+        """Number of tokens of each example; 1 for damaged examples, or 0 if these are left out."""
         if self.kept_examples is not None:
             return self.kept_examples.tokens
-        return np.array([1 if example is None else example.tokens for example in self.examples], np.uint32)
+        unread = 0 if self.skips_incomplete else 1
+        return np.array([unread if example is None else example.tokens for example in self.examples], np.uint32)
 
     def columns(self, options: Options) -> tuple[dict[str, Rows], dict[str, list[Any]]]:
         """Rows of token ids and masks, and values of files, by name."""
@@ -363,7 +381,9 @@ class DraftDataset:
                 assert part is not None
                 numbers[g, e], starts[g, e] = table.place(e, part, example.gzipped, offset * item)
         faults = [
-            (e, error.kind, error.detail, error.path or self.paths[e].place) for e, error in sorted(self.faults.items())
+            (e, error.kind, error.detail, error.path or self.paths[e].place)
+            for e, error in sorted(self.faults.items())
+            if not self.skips_incomplete
         ]
         return table.open(numbers, starts, self.counts(), width, dtype, options, faults)
 

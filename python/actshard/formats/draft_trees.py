@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actshard.codes import Remark
+from actshard.errors import FormatError
 from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
 from actshard.location import Location
 
 NumberedFile = tuple[tuple[int, ...], Location]
 """The numbers in the names of a file and its folders, and its location."""
+_MOST_MISSING = 1 << 16
+"""Numbers without a file that get an example without tokens, in addition to one for each file."""
 _SPAN = re.compile(r"\d+-\d+")
 
 
@@ -52,7 +55,7 @@ class DraftTree:
                 if most is not None and len(children) >= most:
                     break
             files = children
-        return sorted(files, key=lambda file: ([file[0][n] for n in self.order], file[1].key))
+        return self._sorted(files)
 
     def missing_files(
         self, root: Location, files: Sequence[NumberedFile]
@@ -74,6 +77,28 @@ class DraftTree:
         if first is None and self.span is not None and files:
             first = min(numbers[self.span[0]] for numbers, _ in files)  # the folders name the numbers of their files
         return Numbered.of(paths, first=first), name
+
+    def filled(self, root: Location, files: Sequence[NumberedFile]) -> list[NumberedFile]:
+        """The files, and those that are missing between them: later examples of the series keep their numbers.
+
+        Raises:
+            FormatError: many more numbers have no file than have one.
+        """
+        numbered, name = self.missing_files(root, files)
+        if numbered.missing > numbered.count + _MOST_MISSING:
+            found = f"{numbered.missing:,} between {numbered.count:,} files"
+            raise FormatError(f"expected at most {_MOST_MISSING:,} missing numbers, found {found}", path=root)
+        series = self.series or self.example
+        neighbors = {tuple(numbers[n] for n in series): (numbers, path) for numbers, path in files}
+        missing: list[NumberedFile] = []
+        for number, gap in numbered.numbers():
+            numbers, path = neighbors[tuple(map(int, gap.neighbor))]
+            missing_numbers = (*numbers[: series[-1]], number, *numbers[series[-1] + 1 :])
+            missing.append((missing_numbers, path.parent / name(number, gap).rpartition("/")[2]))
+        return self._sorted([*files, *missing])
+
+    def _sorted(self, files: Sequence[NumberedFile]) -> list[NumberedFile]:
+        return sorted(files, key=lambda file: ([file[0][n] for n in self.order], file[1].key))
 
     def missing_folders(self, files: Sequence[NumberedFile]) -> list[Remark]:
         """A warning about missing folders between others, if folders are named by the numbers of their files."""

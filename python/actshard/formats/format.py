@@ -71,6 +71,12 @@ class Format:
     calls: ClassVar[tuple[Code, ...]] = ()
     """Codes of warnings that only this format's writer uses."""
 
+    signs: ClassVar[tuple[str, ...]] = ()
+    """Names of files by which :meth:`detect` recognizes a dataset whose folder cannot be listed. Those of all formats are requested
+    together before. A format that recognizes no dataset there has none."""
+    rare_signs: ClassVar[tuple[str, ...]] = ()
+    """Further such names, which are requested if no format recognizes the dataset by the others."""
+
     rooms: ClassVar[Mapping[Room, str]] = MappingProxyType({})
     """``module:function`` or ``module:Class`` by method name. ``.module`` is relative to the package that declares the format.
 
@@ -142,6 +148,8 @@ class Format:
             return read(layout)
         return {"layers": copy.copy(layout["layers"])} if names_layers(layout) else layout
 
+    skips_incomplete: ClassVar[bool] = False
+    """Whether :meth:`open` can leave out examples that are not whole (``Options.skip_incomplete``)."""
     opens_several: ClassVar[bool] = False
     """Whether :meth:`open_several` is supported."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from actshard.codes import Remark
 from actshard.errors import ArgumentError, NotStoredError
 from actshard.formats.report import Report
 from actshard.formats.tables import rows_only
@@ -123,6 +124,15 @@ class TokenColumns:
         if not columns:  # a table of no columns still has a length, which only a column gives it
             return rows_only(len(numbers))
         return pa.table(columns)
+
+
+def left_out(count: int, total: int) -> list[Remark]:
+    """A warning about examples that ``incomplete="skip"`` leaves out; none without any."""
+    if not count:
+        return []
+    verb = "is" if count == 1 else "are"
+    text = f"{count:,} of {total:,} examples {verb} left out: missing, unfinished or damaged; they have a number, and no tokens"
+    return [Remark("examples-left-out", text)]
 
 
 def wrong_values(

@@ -7,7 +7,7 @@ import importlib
 import os
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -94,6 +94,12 @@ def _warn(point: EntryPoint, why: str) -> None:
 def names() -> tuple[str, ...]:
     """Names of the formats that :func:`actshard.open` reads."""
     return tuple(name for name, format in installed().items() if format.holds == "activations")
+
+
+def signs(formats: Iterable[str], *, rare: bool = False) -> list[str]:
+    """Names of the files by which formats recognize a dataset whose folder cannot be listed, each once."""
+    declared = (get(name).rare_signs if rare else get(name).signs for name in formats)
+    return sorted({sign for names in declared for sign in names})
 
 
 def of_tokens() -> tuple[str, ...]:

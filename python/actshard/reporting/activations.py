@@ -33,6 +33,7 @@ from actshard.reporting.page import (
 from actshard.stats import MASSIVE, OUTLIER, Stats
 from actshard.stats.across import advice_of
 from actshard.stats.advice import Advice, cut
+from actshard.stats.summary import Repeats
 from actshard.store import Store
 from actshard.stream.selection import Selection
 from actshard.tokens.tokenizer import Tokenizer
@@ -219,7 +220,7 @@ def _table(stats_by_layer: Measured) -> Grid:
                 figure(float(stats.min.min(initial=np.inf))),
                 figure(float(stats.max.max(initial=-np.inf))),
                 share(int(stats.zeros.sum()) / values),
-                share(stats.repeats.fraction),
+                _repeated_share(stats.repeats),
                 f"{_massive_rows(stats):,}",
                 f"{len(stats.massive_columns):,}",
                 f"{int(np.count_nonzero(stats.min == stats.max)):,}",
@@ -288,6 +289,10 @@ def _massive(store: Store, stats_by_layer: Measured, decode: Tokenizer | None) -
             "Rows whose norm is over 100 times the layer's median norm, such as attention sinks: up to 5 of each layer."
         )
         yield "Massive tokens", text, Grid(columns, cells[:MOST_MASSIVE], max(len(cells) - MOST_MASSIVE, 0), (0, 5, 6))
+
+
+def _repeated_share(repeats: Repeats) -> str:
+    return share(repeats.fraction) if repeats.exact else f"{repeats.fraction:.0%} ± {max(repeats.error, 0.01):.0%}"
 
 
 def _repeated(page: Page, store: Store, stats_by_layer: Measured, tell: Tell) -> Repeated | None:

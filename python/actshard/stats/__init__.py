@@ -363,16 +363,21 @@ def _massive_rows(stats: Stats) -> Iterator[Advice]:
 
 def _repeated(stats: Stats) -> Iterator[Advice]:
     repeats, positions = stats.repeats, stats.norms_by_position
-    if not repeats.repeated or repeats.fraction < _REPEATED or (stats.min == stats.max).all():
+    if not repeats.repeated or repeats.least < _REPEATED or (stats.min == stats.max).all():
         return
-    about = "" if repeats.exact else "about "
     rows = "rows" if stats.norms.rows == stats.rows else "rows with finite norms"
-    text = f"{about}{repeats.fraction:.2%} of the {rows} equal an earlier row. Common prefixes and token embeddings often do."
+    share = (
+        f"{repeats.fraction:.2%}"
+        if repeats.exact
+        else f"about {repeats.fraction:.0%} (± {max(repeats.error, 0.01):.0%})"
+    )
+    text = f"{share} of the {rows} equal an earlier row. Common prefixes and token embeddings often do."
     # As many as there are first tokens, such as BOS, which are equal in all examples.
     firsts = int(positions.rows[0]) if len(positions.first) > 1 and positions.first[0] == 0 else 0
-    natural = stats.layer == 0 or repeats.fraction <= firsts / stats.norms.rows + _REPEATED
+    natural = stats.layer == 0 or repeats.least <= firsts / stats.norms.rows + _REPEATED
     severity = "note" if natural else "warning"
-    yield Advice(severity, "", text, "Look for repeated texts and padding.", kind="repeats", size=repeats.fraction)
+    size = repeats.fraction if repeats.exact else 0.0  # no layer is the worst within the error
+    yield Advice(severity, "", text, "Look for repeated texts and padding.", kind="repeats", size=size)
 
 
 def _more(n: int) -> str:

@@ -209,6 +209,25 @@ impl RemoteStore {
         })
     }
 
+    /// For names that cannot be listed, with a request for each, many at once: True for an object, which is known from
+    /// now on, None for nothing, and the error if the server denies access. `again` repeats the requests for names that
+    /// are absent.
+    fn stat_together<'py>(&self, py: Python<'py>, keys: Vec<String>, again: bool) -> PyResult<Vec<Bound<'py, PyAny>>> {
+        detach::guarded(py, || {
+            let locations: Vec<Location> = keys.iter().map(|key| self.store.location(key)).collect();
+            let names: Vec<&Location> = locations.iter().collect();
+            let found = detach::detached(py, |watch| {
+                threads::wait_for(&|stop| self.store.stat_together(&names, again, stop), watch)
+            })?;
+            let word = |standing: Standing| match standing {
+                Standing::Object(_) | Standing::Folder => PyBool::new(py, true).to_owned().into_any(),
+                Standing::Absent => py.None().into_bound(py),
+                Standing::Denied(error) => errors::raise(py, &error).into_value(py).into_bound(py).into_any(),
+            };
+            Ok(found.into_iter().map(word).collect())
+        })
+    }
+
     /// Names directly inside a folder, with the sizes of objects. `deep` lists everything below in the same requests.
     fn scan(&self, py: Python<'_>, key: &str, deep: bool) -> PyResult<Vec<(String, Option<u64>)>> {
         detach::guarded(py, || {

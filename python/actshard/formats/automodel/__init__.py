@@ -13,6 +13,7 @@ class AutomodelFormat(Format):
 
     name: ClassVar[str] = "automodel"
     description: ClassVar[str] = "NeMo Automodel caches"
+    signs: ClassVar[tuple[str, ...]] = ("manifest.json",)
     manifest: ClassVar[tuple[str, ...]] = ("manifest.json",)
     order: ClassVar[int] = 65
     writes: ClassVar[bool] = True

@@ -13,6 +13,7 @@ class DeepspecFormat(Format):
 
     name: ClassVar[str] = "deepspec"
     description: ClassVar[str] = "DeepSpec target caches"
+    signs: ClassVar[tuple[str, ...]] = ("manifest.json",)
     manifest: ClassVar[tuple[str, ...]] = ("manifest.json",)
     column_files: ClassVar[tuple[str, ...]] = ("samples.idx",)
     order: ClassVar[int] = 50

@@ -15,6 +15,7 @@ class EagleFormat(Format):
     description: ClassVar[str] = "EAGLE hidden states"
     names_layers: ClassVar[bool] = True
     records_summed: ClassVar[tuple[str, ...]] = ("",)
+    skips_incomplete: ClassVar[bool] = True
     order: ClassVar[int] = 76
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

@@ -13,6 +13,7 @@ class HallulensFormat(Format):
 
     name: ClassVar[str] = "hallulens"
     description: ClassVar[str] = "HalluLens inference captures"
+    rare_signs: ClassVar[tuple[str, ...]] = ("config.json",)
     manifest: ClassVar[tuple[str, ...]] = ("config.json",)
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",

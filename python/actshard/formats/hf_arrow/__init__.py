@@ -15,6 +15,7 @@ class HfArrowFormat(Format):
 
     name: ClassVar[str] = "hf_arrow"
     description: ClassVar[str] = "Hugging Face Arrow directories (SAELens caches)"
+    signs: ClassVar[tuple[str, ...]] = ("state.json",)
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
     order: ClassVar[int] = 45
     writes: ClassVar[bool] = True

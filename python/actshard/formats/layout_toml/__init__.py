@@ -13,6 +13,8 @@ class LayoutFormat(Format):
 
     name: ClassVar[str] = "layout_toml"
     description: ClassVar[str] = "folders of .pt, .npy, .npz, .safetensors or raw files with a layout.toml"
+    signs: ClassVar[tuple[str, ...]] = ("layout.toml", "metadata.json")
+    rare_signs: ClassVar[tuple[str, ...]] = ("meta.json", "activations.json", "cfg.json")
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
     takes_layout: ClassVar[bool] = True
     describes: ClassVar[tuple[str, ...]] = (

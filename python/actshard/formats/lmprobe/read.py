@@ -48,7 +48,7 @@ def detect(path: Location) -> Evidence:
     looked_for = 'a folder with index/*.parquet that has "lmprobe:" schema metadata'
     if path.kind() == "file" and not path.name.endswith(".parquet"):
         return Evidence(False, looked_for, "a file")
-    _, parts = find_parts(path)
+    parts = find_parts(path)[1] if path.lists or path.kind() == "file" else []
     if not parts:
         return Evidence(
             False, looked_for, "no index/*.parquet" if path.lists else f"that {UNLISTED}", near=not path.lists

@@ -15,6 +15,7 @@ class ModeloptFormat(Format):
     description: ClassVar[str] = "Model-Optimizer hidden states"
     names_layers: ClassVar[bool] = True
     records_summed: ClassVar[tuple[str, ...]] = ("",)
+    skips_incomplete: ClassVar[bool] = True
     order: ClassVar[int] = 72
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

@@ -16,6 +16,7 @@ class NpyFormat(Format):
 
     name: ClassVar[str] = "npy"
     description: ClassVar[str] = "a folder with a .npy file per layer, and a layout.toml"
+    signs: ClassVar[tuple[str, ...]] = ("layout.toml",)
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
     column_files: ClassVar[tuple[str, ...]] = ("columns.parquet", "lengths.*", "metadata.json")
     order: ClassVar[int] = 46

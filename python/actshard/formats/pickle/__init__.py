@@ -16,6 +16,7 @@ class PickleFormat(Format):
 
     name: ClassVar[str] = "pickle"
     description: ClassVar[str] = "pickle shards"
+    signs: ClassVar[tuple[str, ...]] = ("metadata.json",)
     manifest: ClassVar[tuple[str, ...]] = ("*/metadata.json", "metadata.json")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 40

@@ -16,6 +16,7 @@ class SaevFormat(Format):
 
     name: ClassVar[str] = "saev"
     description: ClassVar[str] = "saev activation shards"
+    signs: ClassVar[tuple[str, ...]] = ("metadata.json",)
     manifest: ClassVar[tuple[str, ...]] = ("shards.json", "metadata.json")
     column_files: ClassVar[tuple[str, ...]] = ("labels.bin", "actshard_lengths.bin")
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS

@@ -42,7 +42,7 @@ from actshard.errors import (
 from actshard.faults import RAISE, Faults
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell
-from actshard.location import Location
+from actshard.location import Location, found_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -202,6 +202,8 @@ class DumpMetadata:
         problems: list[ActshardError] = []
         last = max((i for i, (_, count) in enumerate(self.shards) if count), default=0)
         size = 0
+        if not self.path.lists:
+            found_together([shard for shard, count in self.shards if count])  # all at once; then they are known
         for i, (shard, count) in enumerate(self.shards):
             tell("shards", i, len(self.shards))
             if count:
@@ -262,11 +264,12 @@ def open(path: Location, options: Options) -> Contents:
 def _extras(path: Location, n: int, content: int, warnings: list[Remark]) -> tuple[str, ...]:
     """Names of the data stored in addition to the shards."""
     extras = []
-    for name, what, sizes, need in (
+    kinds = (
         (LABELS, "patch labels", f"{n} x {content}", n * content),
         (LENGTHS, "lengths before padding", f"{n} x 4", n * 4),
-    ):
-        state = (path / name).found()
+    )
+    stats = found_together([path / name for name, *_ in kinds])
+    for state, (name, what, sizes, need) in zip(stats, kinds, strict=True):
         if state is not None and state.kind == "file":
             extras.append(what)
             if state.size != need:

@@ -15,6 +15,7 @@ class SpecForgeFormat(Format):
     description: ClassVar[str] = "SpecForge hidden states"
     names_layers: ClassVar[bool] = True
     records_summed: ClassVar[tuple[str, ...]] = ("",)
+    skips_incomplete: ClassVar[bool] = True
     order: ClassVar[int] = 70
     writes: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

@@ -15,6 +15,7 @@ class SpeculatorsFormat(Format):
 
     name: ClassVar[str] = "speculators"
     description: ClassVar[str] = "vLLM speculators training data"
+    skips_incomplete: ClassVar[bool] = True
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
     column_files: ClassVar[tuple[str, ...]] = ("*.arrow",)
     order: ClassVar[int] = 60

@@ -10,7 +10,8 @@ hidden_states/hs_{i}.safetensors              of row i: hidden_states (S, layers
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,15 @@ import actshard._native as _native
 from actshard._json import Fields, read_json, show
 from actshard._native import StoredArray
 from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, MissingFileError, UnsupportedError
+from actshard.errors import (
+    ActshardError,
+    FormatError,
+    MissingFileError,
+    UnfinishedError,
+    UnsupportedError,
+    from_os,
+)
+from actshard.formats.per_token import left_out
 from actshard.location import Location
 
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
@@ -32,6 +41,8 @@ LAYERS = "actshard_layers"
 """Field of dataset_info.json with the names of the layers before the last; ``datasets`` ignores it."""
 SCALED_BY = "actshard_scales"
 """Field of dataset_info.json with the dtype, the kind of scales and the measured error of states that actshard scaled."""
+_CODES = {"not_found": "missing-file", "unfinished": "unfinished"}
+"""Codes of findings by error kind."""
 _SHOWN = 20
 """Number of faulty examples that are named in warnings."""
 
@@ -159,8 +170,43 @@ class AllStates:
     warnings: list[Remark]
 
 
-def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64] | None], what: str) -> AllStates:
+def is_being_written(lock: Location) -> bool:
+    """Whether a writer holds a lock. A lock file without a holder is left from a writer that has ended."""
+    import fcntl
+
+    try:
+        descriptor = os.open(lock.local, os.O_RDONLY | os.O_CLOEXEC)
+    except (FileNotFoundError, PermissionError):  # of another user: the file's header shows whether it is whole
+        return False
+    except OSError as error:
+        raise from_os(error, lock, "open") from error
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # the file system has no locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def all_states(
+    paths: Sequence[Location],
+    ids: Callable[[int], NDArray[np.int64] | None],
+    what: str,
+    *,
+    locks: Set[str] = frozenset(),
+    skips: bool = False,
+) -> AllStates:
     """Reads the headers of all files. Examples without usable states are named in the warnings.
+
+    Args:
+        paths: the files.
+        ids: the token ids of a row, which those of its file must equal; None: there are no rows.
+        what: the name of an example, for messages.
+        locks: names of lock files next to them. A file whose lock is held has no usable states.
+        skips: leave out examples without usable states: no faults, and no error if there are no others.
 
     Raises:
         ActshardError: no file has usable states; the error of the first file.
@@ -169,8 +215,11 @@ def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64]
     faults: list[tuple[int, ActshardError]] = []
     for number, path in enumerate(paths):
         try:
+            lock = f"{path.name}.lock"
+            if lock in locks and is_being_written(path.parent / lock):
+                raise UnfinishedError(f"is being written: a writer holds {lock}", path=path)
             files.append(states_of(path, ids(number)))
-        except (FormatError, MissingFileError, UnsupportedError) as error:
+        except (FormatError, MissingFileError, UnfinishedError, UnsupportedError) as error:
             error.path = error.path or path.place
             files.append(None)
             faults.append((number, error))
@@ -185,11 +234,12 @@ def all_states(paths: Sequence[Location], ids: Callable[[int], NDArray[np.int64]
             message += f"[{file.tokens}, {file.layers}, {file.width}]"
             faults.append((number, FormatError(f"tensor '{STATES}': {message}", path=paths[number])))
             files[number] = None
-    remarks = []
+    remarks = left_out(len(faults), len(paths)) if skips else []
+    effect = "it is left out" if skips else "reading its states is an error"
     for number, fault in sorted(faults, key=lambda entry: entry[0])[:_SHOWN]:
-        code = "missing-file" if isinstance(fault, MissingFileError) else fault.code or "format"
+        code = fault.code or _CODES.get(fault.kind, "format")
         name = paths[number].name
-        remarks.append(Remark(code, f"{what} {number}: {name}: {fault.detail}; reading its states is an error"))
+        remarks.append(Remark(code, f"{what} {number}: {name}: {fault.detail}; {effect}"))
     if len(faults) > _SHOWN:
         remarks.append(Remark("format", f"{len(faults)} of {len(paths)} {what}s have no usable states"))
-    return AllStates(files, *common, faults=dict(faults), warnings=remarks)
+    return AllStates(files, *common, faults={} if skips else dict(faults), warnings=remarks)

@@ -7,7 +7,7 @@ stored; the last is named ``"last"``: the verifier's last hidden state, before i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 _LOOKED_FOR = "a folder of save_to_disk with input_ids and a folder hidden_states, or vLLM's request files"
 _LISTED = 4096
 """Entries of a folder among which request files are looked for."""
+_READ = 4
+"""Files with other tensors after which the folder is taken for another."""
 _TRIED = 64
 """Request files that may be unfinished before the folder is taken for another."""
 _PER_TOKEN = ("input_ids", "loss_mask")
@@ -67,16 +69,19 @@ def detect(path: Location) -> Evidence:
 
 
 def _has_requests(path: Location) -> bool:
-    """Whether the first safetensors file that can be read has the two tensors of a request file, in the order of the names.
+    """Whether most of the first safetensors files that can be read have the two tensors of a request file.
 
-    Files that a server is writing just now are empty or short.
+    Files that a server is writing just now are empty or short, and files of other programs may lie between them.
     """
     names = sorted(entry.name for entry in path.first(_LISTED) if entry.name.endswith(".safetensors"))
+    counts = {True: 0, False: 0}
     for name in names[:_TRIED]:
         with contextlib.suppress(ActshardError):
-            tensors = {name: len(shape) for name, _, shape, _, _ in _native.safetensors_header(path / name)[0]}
-            return tensors.get(STATES) == 3 and tensors.get(IDS) == 1
-    return False
+            axes = {name: len(shape) for name, _, shape, _, _ in _native.safetensors_header(path / name)[0]}
+            counts[axes.get(STATES) == 3 and axes.get(IDS) == 1] += 1
+            if counts[True] > counts[False] or counts[False] == _READ:
+                break
+    return counts[True] > 0 and counts[True] >= counts[False]
 
 
 def _rows_of(states: AllStates, paths: Sequence[Location], tokens: NDArray[np.uint32], options: Options) -> Rows:
@@ -161,9 +166,13 @@ def open(path: Location, options: Options) -> Contents:
         paths,
         counts,
         options.keep,
-        lambda: all_states(paths, lambda row: values[offsets[row] : offsets[row + 1]], "row"),
+        lambda: all_states(
+            paths, lambda row: values[offsets[row] : offsets[row + 1]], "row", skips=options.skip_incomplete
+        ),
     )
     tokens = counts.astype(np.uint32)
+    if options.skip_incomplete:
+        tokens[[file is None for file in states.files]] = 0
 
     def columns(names: Sequence[str]) -> pa.Table:
         for name in names:
@@ -246,14 +255,19 @@ def _missing_rows(path: Location) -> list[Remark]:
 
 def _open_requests(path: Location, options: Options) -> Contents:
     """Opens vLLM's request files, in the order of their names. Their token ids are the column ``input_ids``."""
-    return contents_of_requests(path, [path / entry.name for entry in path.entries("*.safetensors")], options)
+    names = [entry.name for entry in path.entries()]
+    locks = frozenset(name for name in names if name.endswith(".lock")) if path.is_local else frozenset()
+    return contents_of_requests(path, [path / name for name in names if name.endswith(".safetensors")], options, locks)
 
 
-def contents_of_requests(path: Location, paths: Sequence[Location], options: Options) -> Contents:
-    """The contents of some request files of a folder, in this order."""
-    states = all_states(paths, lambda number: None, "file")
+def contents_of_requests(
+    path: Location, paths: Sequence[Location], options: Options, locks: Set[str] = frozenset()
+) -> Contents:
+    """The contents of some request files of a folder, in this order. ``locks``: names of lock files next to them."""
+    states = all_states(paths, lambda number: None, "file", locks=locks, skips=options.skip_incomplete)
     states.warnings.extend(_missing_rows(path))
-    tokens = np.array([1 if file is None else file.tokens for file in states.files], np.uint32)
+    unread = 0 if options.skip_incomplete else 1
+    tokens = np.array([unread if file is None else file.tokens for file in states.files], np.uint32)
     counts = np.array([0 if file is None else file.tokens for file in states.files], np.uint32)
     ids = Rows.tensors(
         [(file, 8) for file in paths],

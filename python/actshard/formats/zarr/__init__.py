@@ -16,6 +16,8 @@ class ZarrFormat(Format):
     name: ClassVar[str] = "zarr"
     description: ClassVar[str] = "HalluLens Zarr stores of activations"
     # Arrays first, then a run's list of stores, then the groups: a store opens as soon as its group has metadata.
+    signs: ClassVar[tuple[str, ...]] = (".zmetadata", "zarr.json", "manifest.json")
+    rare_signs: ClassVar[tuple[str, ...]] = (".zgroup", ".zattrs", ".zarray")
     manifest: ClassVar[tuple[str, ...]] = (
         "*/.zarray",
         "*arrays/*/zarr.json",

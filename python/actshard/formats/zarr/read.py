@@ -43,6 +43,7 @@ from actshard._native import Rows
 from actshard.codes import Remark
 from actshard.errors import (
     ArgumentError,
+    FormatError,
     MissingFileError,
     NotStoredError,
     UnsupportedError,
@@ -84,7 +85,7 @@ def detect(path: Location) -> Evidence:
         if isinstance(shards, list) and all(isinstance(s, dict) and "path" in s for s in shards):
             return Evidence(True, looked_for, "a manifest.json with shards")
         return Evidence(False, looked_for, "a manifest.json without a list of shards with paths", near=True)
-    stores = stores_in(path / "shards")
+    stores = stores_in(path / "shards") if path.lists else []
     if stores:
         return Evidence(True, looked_for, f"{len(stores)} Zarr groups in shards/")
     return Evidence(False, looked_for, "neither" if path.lists else "neither, where names cannot be listed")
@@ -92,18 +93,36 @@ def detect(path: Location) -> Evidence:
 
 def is_group(path: Location) -> bool:
     """Whether a folder is a Zarr group, version 2 or 3."""
-    if (path / "zarr.json").kind() == "file":
+    if _is_metadata(path / "zarr.json", "node_type"):
         return not _is_array(path)
-    return any((path / name).kind() == "file" for name in (".zgroup", ".zmetadata")) or (
-        (path / ".zattrs").kind() == "file" and (path / "arrays").kind() == "folder"
+    return (
+        _is_metadata(path / ".zgroup", "zarr_format")
+        or _is_metadata(path / ".zmetadata", "metadata")
+        or ((path / ".zattrs").kind() == "file" and (path / "arrays").kind() == "folder")
     )
+
+
+def _is_metadata(file: Location, field: str) -> bool:
+    """Whether a file of metadata exists. Some servers that cannot list names answer each with JSON, so its content is checked.
+
+    A damaged file is one: opening raises an error that explains it.
+    """
+    if file.kind() != "file":
+        return False
+    if file.lists:
+        return True
+    try:
+        value = read_json(file)
+    except FormatError:
+        return True
+    return isinstance(value, dict) and field in value
 
 
 def _is_consolidated(path: Location) -> bool:
     """Whether consolidated metadata list the contents, so that no other file has to be looked up."""
-    if (path / ".zmetadata").exists():
+    if _is_metadata(path / ".zmetadata", "metadata"):
         return True
-    if not path.is_remote or (path / "zarr.json").kind() != "file":
+    if not path.is_remote or not _is_metadata(path / "zarr.json", "node_type"):
         return False
     root = read_json(path / "zarr.json")
     consolidated = root.get("consolidated_metadata") if isinstance(root, dict) else None
@@ -115,7 +134,7 @@ def _is_array(path: Location, newer: bool = False) -> bool:
     """Whether a folder is an array. With ``newer``, metadata of version 3 are looked up first."""
     if newer and _is_newer_array(path):
         return True
-    return (path / ".zarray").kind() == "file" or (not newer and _is_newer_array(path))
+    return _is_metadata(path / ".zarray", "shape") or (not newer and _is_newer_array(path))
 
 
 def _is_newer_array(path: Location) -> bool:

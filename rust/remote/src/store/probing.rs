@@ -162,7 +162,7 @@ impl RemoteStore {
 
     /// Requests the known object that is nearest to a key: an error unless it still exists unchanged. `None` if none is
     /// known.
-    fn serves_its_objects(&self, key: &str) -> Option<impl Future<Output = Result<()>>> {
+    pub(super) fn serves_its_objects(&self, key: &str) -> Option<impl Future<Output = Result<()>>> {
         let (known, facts) = self.link.known.with(|known| known.nearest(key))?;
         Some(async move { self.is_still(&known, facts).await.map_err(|failure| failure.at(&self.location(&known))) })
     }

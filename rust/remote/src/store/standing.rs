@@ -4,11 +4,13 @@ use actshard_core::location::Location;
 use actshard_core::source::{Access, Store};
 use actshard_core::threads::{Stop, interrupted};
 use actshard_core::{Error, Kind, Result};
+use futures_util::stream::{self, StreamExt, TryStreamExt};
 
 use super::RemoteStore;
 use crate::address::Provider;
 use crate::failure::{Cause, Failure};
 use crate::known::{KnownName, NEWER};
+use crate::object::PARALLEL;
 use crate::runtime::wait;
 
 /// The kind of a name.
@@ -91,6 +93,53 @@ impl RemoteStore {
         }
     }
 
+    /// The kinds of names on a server that cannot list them: a request for each, many at once. Keeps the first bytes of
+    /// each object for reading. `again` repeats the requests for absent names, as [`RemoteStore::stat`] does.
+    pub fn stat_together(&self, locations: &[&Location], again: bool, stop: &Stop) -> Result<Vec<Standing>> {
+        let all = async {
+            let mut standings = self.probe_standings(locations).await?;
+            let is_absent = |i: &usize| matches!(standings[*i], Standing::Absent);
+            let absent: Vec<usize> = (0..locations.len()).filter(is_absent).collect();
+            let Some(first) = absent.first().filter(|_| again) else { return Ok(standings) };
+            if let Some(serves) = self.serves_its_objects(self.key(locations[*first])?) {
+                serves.await?;
+                let names: Vec<&Location> = absent.iter().map(|i| locations[*i]).collect();
+                for (i, standing) in absent.into_iter().zip(self.probe_standings(&names).await?) {
+                    standings[i] = standing;
+                }
+            }
+            Ok(standings)
+        };
+        wait(all, stop)?
+    }
+
+    async fn probe_standings(&self, locations: &[&Location]) -> Result<Vec<Standing>> {
+        let one = |location: Location| async move {
+            let key = self.key(&location)?;
+            match self.look_up(key) {
+                KnownName::Object(object) => return Ok(Standing::Object(object.size)),
+                KnownName::Newer => return Err(Failure::changed(NEWER).at(&location)),
+                KnownName::Folder => return Ok(Standing::Folder),
+                KnownName::Absent => return Ok(Standing::Absent),
+                KnownName::Unknown => {}
+            }
+            let access = if is_metadata(key) { Access::Once } else { Access::Kept };
+            match self.probe(key, access).await {
+                Ok((facts, head)) => {
+                    if let Some(head) = head.filter(|_| is_metadata(key)) {
+                        self.keep_head(key, head);
+                    }
+                    Ok(Standing::Object(facts.size))
+                }
+                Err(failure) if failure.is_absence() => Ok(Standing::Absent),
+                Err(failure) if failure.is_denial() => Ok(Standing::Denied(self.link.error(&failure, &location))),
+                Err(failure) => Err(self.link.error(&failure, &location)),
+            }
+        };
+        let each = locations.iter().map(|location| one((*location).clone()));
+        stream::iter(each).buffered(PARALLEL).try_collect().await
+    }
+
     /// Whether the folder of a key does not exist. Lists the siblings of that folder, once: the folder itself may
     /// contain a million chunks.
     fn is_in_absent_folder(&self, location: &Location, stop: &Stop) -> Result<bool> {
@@ -161,6 +210,7 @@ fn location_above(location: &Location) -> Option<Location> {
 
 /// Whether a file is small, or read whole: then the first request brings its bytes.
 fn is_metadata(name: &str) -> bool {
+    let name = name.rsplit('/').next().unwrap_or_default();
     let dotted = [".zgroup", ".zarray", ".zattrs", ".zmetadata"];
-    [".json", ".jsonl", ".parquet"].iter().any(|end| name.ends_with(end)) || dotted.contains(&name)
+    [".json", ".jsonl", ".parquet", ".toml"].iter().any(|end| name.ends_with(end)) || dotted.contains(&name)
 }
