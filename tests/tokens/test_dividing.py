@@ -67,6 +67,18 @@ def test_a_bad_line_of_a_divided_file_is_named_by_the_byte_at_which_it_begins(
     assert caught.value.path == large_files[0]
 
 
+def test_a_skipped_record_of_a_divided_file_has_the_number_of_its_line_in_the_file(
+    large_files: list[Path], tmp_path: Path
+) -> None:
+    lines = large_files[0].read_bytes().splitlines(keepends=True)
+    good = [line for line in lines if b'"no"' not in line]
+    large_files[0].write_bytes(b"".join(good) + b"{\n")
+    for jobs in (1, 2, 3):
+        first = rf"the first: {large_files[0]}: line {len(good) + 1}: expected a JSON object"
+        with pytest.warns(actshard.ActshardWarning, match=first):
+            tokens.build_cache(large_files, tmp_path / f"{jobs}", GOLDEN / GPT2, jobs=jobs, on_error="skip")
+
+
 @pytest.mark.parametrize(
     ("first", "jobs", "step", "builds"),
     [(2, 2, "combine", False), (2, 1, "combine", True), (2, 3, "combine", True), (2, 1, "swap", False),

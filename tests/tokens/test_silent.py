@@ -27,8 +27,9 @@ from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
+from actshard._schema import read_value
 from actshard.compat import levanter
-from actshard.tokens import columns, processing, shards, templates
+from actshard.tokens import building, columns, processing, shards, templates
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
@@ -113,7 +114,8 @@ def test_workers_compare_the_version_of_the_build(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1]}])
     source = Source(path, "s").at_version()
     task = Task(tmp_path / "s", tmp_path / "staged", "", "plain", False, False)
-    assert shards.task_as_dict(source, [0], task)["source"]["version"] == source.version
+    order = building._BuildPart(source, [0], task).order()
+    assert read_value(shards.Order, json.loads(order)).records() == source
     write_lines(path, [{"input_ids": [8]}, {"input_ids": [9]}])
     with pytest.raises(actshard.ChangedInputError, match=r"a\.jsonl"):
         shards.build_shard(source, processing.processor(PrebuiltFormat(), None), task, lambda counts: None)

@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,17 @@ from numpy.typing import DTypeLike
 
 from actshard import _arguments, errors
 from actshard._arguments import local_path, many, numpy_type, whole
+from actshard._schema import json_values, read_value
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, LostWorkerError, boundary
 from actshard.tokens import formats, pieces, placing, shards
 from actshard.tokens.cache import TokenCache, open_cache
-from actshard.tokens.combining import PartRows, combine, skipped_by_shard
+from actshard.tokens.combining import PartRows, combine, problems_in, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import CONSOLIDATED, SHARDED, Ledger
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
-from actshard.tokens.shards import Counts, Task, build_shard
-from actshard.tokens.sources import AnySource, Source, expand
+from actshard.tokens.shards import Counts, Order, RowSetup, Task, build_shard
+from actshard.tokens.sources import AnySource, RowProblem, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, checked_storage
 from actshard.walking import refuse_taken
@@ -184,28 +185,33 @@ class _BuildPart:
     Attributes:
         source: the source.
         piece: the part, as of :func:`actshard.tokens.pieces.as_list`.
-        records: the part's records.
         task: how to build its rows: the shard of the source; or a folder like it, to be joined.
     """
 
     source: AnySource
     piece: list[int]
-    records: AnySource
     task: Task
 
     @property
     def name(self) -> str:
         return self.task.folder.name
 
-    def rows(self, ledger: Ledger) -> PartRows:
+    @cached_property
+    def records(self) -> AnySource:
+        """The part's records."""
+        return self.source if len(self.piece) == 1 else pieces.source_of([0, *self.piece[1:]], [self.source])
+
+    def rows(self, ledger: Ledger, unusable: Sequence[RowProblem]) -> PartRows:
         """The rows, according to the ledger of their folder."""
         is_shard, skipped = len(self.piece) == 1, sum(ledger.skipped.values())
-        return PartRows(self.task.folder, is_shard, ledger.total_num_rows, ledger.field_counts, skipped, ledger=ledger)
+        rows, elements = ledger.total_num_rows, ledger.field_counts
+        return PartRows(self.task.folder, is_shard, rows, elements, skipped, self.piece, unusable, ledger)
 
     def order(self) -> str:
         """The order for a worker."""
         assert isinstance(self.source, Source)
-        return json.dumps(shards.task_as_dict(self.source, self.piece, self.task))
+        path, numbers = os.fspath(self.source.path), tuple(self.piece[1:])
+        return json.dumps(json_values(Order(path, self.source.shard, self.source.version, numbers, self.task)))
 
 
 def _part_name(source: AnySource, piece: Sequence[int]) -> str:
@@ -267,11 +273,6 @@ class Build:
             self.process.metadata(),
             self.process.tells_time,
         )
-
-    @property
-    def _copies(self) -> bool:
-        """Whether shards are read again for consolidation. A single plain shard is linked instead."""
-        return self.layout == CONSOLIDATED and (len(self.sources) > 1 or self.storage != "plain")
 
     def _divide(self) -> list[list[int]]:
         """Parts of sources, in order, as of :func:`actshard.tokens.pieces.as_list`. Large files are divided among processes."""
@@ -359,20 +360,14 @@ class Build:
 
     def _part(self, piece: list[int], work: Path) -> _BuildPart:
         source, numbers = self.sources[piece[0]], piece[1:]
-        name, identity = _part_name(source, piece), self.recipe.identity(source, self._now)
+        name = _part_name(source, piece)
         # Unique to this process: a worker of a killed build may still be running.
         staged = work / "staged" / f"{name}.{os.getpid()}"
-        storage, copies = ("plain", True) if numbers else (self.recipe.shard_storage, self._copies)
-        task = Task(
-            work / placing.NEW / name,
-            staged,
-            digest([identity, *numbers]) if numbers else identity,
-            storage,
-            self.skip,
-            copies,
-            self._now,
-        )
-        return _BuildPart(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
+        task = Task.of_shard(self.recipe, source, work / placing.NEW, staged, self._now)
+        if numbers:
+            identity, folder = digest([task.identity, *numbers]), work / placing.NEW / name
+            task = replace(task, folder=folder, identity=identity, storage="plain", read_soon=True)
+        return _BuildPart(source, piece, task)
 
     def _build(self, work: Path) -> None:
         piece_lists = self._divide()
@@ -393,10 +388,9 @@ class Build:
             ledger = finished_ledger or self._ledger_of(part, is_built=True)
             if ledger is None:
                 raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
-            rows[part.source.shard].append(part.rows(ledger))
-        for part, _ in parts:  # the first one that is reported is the first in the files
-            if part.name in self._counts:
-                self.problems += self._counts[part.name].problems
+            unusable = self._counts[part.name].unusable if part.name in self._counts else ()
+            rows[part.source.shard].append(part.rows(ledger, unusable))
+        self.problems = problems_in(self.sources, rows)
         self.skipped = skipped_by_shard(rows)
         combine(self.recipe, rows, self.out, work, self._now, lambda: self._report("consolidating"))
 
@@ -425,7 +419,7 @@ class Build:
             if "done" in message:
                 done(part)
                 return True
-            tell(Counts(**message), part.name)
+            tell(read_value(Counts, message), part.name)
             return False
 
         def lost(part: _BuildPart, how: str) -> None:
@@ -434,7 +428,7 @@ class Build:
             )
 
         setup = self.out / placing.WORK / placing.SETUP  # with a tokenizer it is larger than a pipe's buffer
-        write_json(setup, shards.setup_as_dict(self.format, self.tokenizer, self.options))
+        write_json(setup, json_values(RowSetup.of(self.format, self.tokenizer, self.options)))
         # Largest first (popped from the end), so that no long task is left for the end.
         waiting = sorted(files, key=lambda part: part.records.size())
         env = {"TOKENIZERS_PARALLELISM": "true" if threads_of_each(jobs) > 1 else "false", "PYTHONWARNINGS": "ignore"}

@@ -14,9 +14,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from actshard._json import interrupted, lines
+from actshard._schema import AnyText
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -42,8 +43,7 @@ _ROWS_AT_ONCE = 1024
 _AT_ONCE = 1 << 18
 
 
-@dataclass(frozen=True)
-class RowProblem:
+class RowProblem(NamedTuple):
     """An unusable record.
 
     Attributes:
@@ -53,7 +53,7 @@ class RowProblem:
     """
 
     number: int
-    detail: str
+    detail: AnyText
     what: str = "line"
 
     def error(self, path: Path | None) -> FormatError:
@@ -105,7 +105,7 @@ class Source:
         if self.version is not None and stat.kind == "file" and self.version != (stat.size, stat.modified):
             raise ChangedInputError(
                 f"expected {self.version[0]} bytes of {self.version[1]} ns, found {stat.size} of {stat.modified}: the file changed "
-                "while it was read; build the cache again",
+                "while it was read; build the cache again, or make the plan again",
                 path=self.path,
             )
 
