@@ -1,10 +1,9 @@
 """``build_cache``: builds a token cache from files of records.
 
-Each file becomes a shard, a complete cache in the working folder (`placing.py`). If that leaves a process without work, large
-files are divided (`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An
-interrupted build continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to
-one array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as
-a cache.
+Each file becomes a shard, a complete cache in the working folder (`placing.py`). With several processes, large files are divided
+(`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An interrupted build
+continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to one array per
+field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as a cache.
 """
 
 from __future__ import annotations
@@ -47,6 +46,9 @@ LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
 _WORTH_PROCESSES = 8 << 20
 """With fewer bytes of sources, starting worker processes takes longer than it saves."""
+_PARTS_OF_PROCESS, _WORTH_PART = 8, 2 << 20
+"""Number of parts of large files for each process, and bytes of the smallest. Few bytes may take long, and processors differ, so
+that with one part each a process would wait for another; and a build that is interrupted loses the parts that it had begun."""
 
 
 @dataclass(frozen=True)
@@ -278,10 +280,12 @@ class Build:
         """Parts of sources, in order, as of :func:`actshard.tokens.pieces.as_list`. Large files are divided among processes."""
         files = [source for source in self.sources if isinstance(source, Source)]
         sizes = [source.size() for source in files]
-        count = min(self.jobs or processors(), sum(sizes) // _WORTH_PROCESSES)
+        total = sum(sizes)
+        count = min(self.jobs or processors(), total // _WORTH_PROCESSES)
         if count <= 1 or len(files) < len(self.sources):
             return [[number] for number in range(len(self.sources))]
-        tasks = pieces.divide_files(files, sizes, count, sum(sizes) // count)
+        parts = count * min(_PARTS_OF_PROCESS, max(total // count // _WORTH_PART, 1))
+        tasks = pieces.divide_files(files, sizes, parts, total // count)
         return sorted(piece for _, task in tasks for piece in task)
 
     def run(self) -> TokenCache:
