@@ -54,6 +54,24 @@ def test_a_large_file_is_read_by_all_processes_and_gives_the_same_bytes(
         assert len(also) == len(warned)
 
 
+def test_large_files_have_several_parts_for_each_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes of one part may take longer than those of another: with one part each, a process waits for the other."""
+    monkeypatch.setattr(building, "_WORTH_PROCESSES", 400)
+    monkeypatch.setattr(building, "_WORTH_PART", 100)
+    for name, size in {"a": 0, "b": 10_000, "c": 1_000, "d": 5_000}.items():
+        (tmp_path / f"{name}.jsonl").write_bytes(b"x" * size)
+
+    def parts(jobs: int) -> list[list[int]]:
+        options = building.BuildOptions(jobs=jobs)
+        return building.Build(f"{tmp_path}/*.jsonl", tmp_path / "c", None, "prebuilt", options)._divide()
+
+    assert parts(1) == [[0], [1], [2], [3]]
+    for jobs, count in ((2, 16), (5, 40), (1000, 160)):
+        lengths = [part[2] - part[1] for part in parts(jobs) if len(part) > 1]
+        assert count - 1 <= len(lengths) <= count + 2, "each cut adds a part; cuts move to borders of files"
+        assert max(lengths) <= 1.1 * 16_000 / count
+
+
 def test_a_bad_line_of_a_divided_file_is_named_by_the_byte_at_which_it_begins(
     large_files: list[Path], tmp_path: Path
 ) -> None:
@@ -65,6 +83,18 @@ def test_a_bad_line_of_a_divided_file_is_named_by_the_byte_at_which_it_begins(
     ) as caught:
         tokens.build_cache(large_files, tmp_path / "c", GOLDEN / GPT2, jobs=2)
     assert caught.value.path == large_files[0]
+
+
+def test_a_skipped_record_of_a_divided_file_has_the_number_of_its_line_in_the_file(
+    large_files: list[Path], tmp_path: Path
+) -> None:
+    lines = large_files[0].read_bytes().splitlines(keepends=True)
+    good = [line for line in lines if b'"no"' not in line]
+    large_files[0].write_bytes(b"".join(good) + b"{\n")
+    for jobs in (1, 2, 3):
+        first = rf"the first: {large_files[0]}: line {len(good) + 1}: expected a JSON object"
+        with pytest.warns(actshard.ActshardWarning, match=first):
+            tokens.build_cache(large_files, tmp_path / f"{jobs}", GOLDEN / GPT2, jobs=jobs, on_error="skip")
 
 
 @pytest.mark.parametrize(

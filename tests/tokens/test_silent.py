@@ -27,8 +27,9 @@ from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
+from actshard._schema import read_value
 from actshard.compat import levanter
-from actshard.tokens import columns, processing, shards, templates
+from actshard.tokens import building, columns, processing, shards, sources, templates
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
@@ -113,7 +114,8 @@ def test_workers_compare_the_version_of_the_build(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", [{"input_ids": [1]}])
     source = Source(path, "s").at_version()
     task = Task(tmp_path / "s", tmp_path / "staged", "", "plain", False, False)
-    assert shards.task_as_dict(source, [0], task)["source"]["version"] == source.version
+    order = building._BuildPart(source, [0], task).order()
+    assert read_value(shards.Order, json.loads(order)).records() == source
     write_lines(path, [{"input_ids": [8]}, {"input_ids": [9]}])
     with pytest.raises(actshard.ChangedInputError, match=r"a\.jsonl"):
         shards.build_shard(source, processing.processor(PrebuiltFormat(), None), task, lambda counts: None)
@@ -626,6 +628,11 @@ _row = st.fixed_dictionaries(
 @given(drawn=st.lists(_row, max_size=12), at_once=st.sampled_from([1, 60, 1 << 19]), weighs=st.booleans())
 @example(drawn=[{"input_ids": []}, {"input_ids": [], "loss_weights": []}], at_once=1 << 19, weighs=True)
 @example(drawn=[{"input_ids": [1]}, {"input_ids": [1.0]}, {"input_ids": [2]}], at_once=1 << 19, weighs=False)
+@example(
+    drawn=[{"input_ids": [1], "loss_weights": [1]}, {"input_ids": [2], "loss_weights": [0.5]}],
+    at_once=1 << 19,
+    weighs=True,
+)
 def test_blocks_of_rows_are_what_single_rows_are(drawn: list[dict[str, Any]], at_once: int, weighs: bool) -> None:
     """Also rows that follow an unusable one, and which rows are unusable for what reason."""
     form = PrebuiltFormat(loss_weights_key="loss_weights" if weighs else None)
@@ -653,6 +660,15 @@ def test_blocks_of_rows_are_what_single_rows_are(drawn: list[dict[str, Any]], at
             problems = sorted((p.number, p.detail) for p in counts.unusable)
             results.append((counts.rows, counts.tokens, counts.skipped, problems[:3], recorder.rows or None))
     assert results[1] == results[0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b'{"a": 1}\n', b'{"a": 1}\r\n', b'{"a": 1}', b' {"a": 1} \n', b'{"a": 1}\t\r\n', b'{"a": 1}\n\n', b'{"a": 1}x\n', b"{} {}",
+     b'{"a": NaN}\n', b'{"a": 1, "a": 2}\n', b"[1]\n", b"\n", b"", b'{"a"', b'\xef\xbb\xbf{}\n', b'{"a": "\xff"}\n', b"[" * 99_999],
+)  # fmt: skip
+def test_records_read_without_checks_are_those_of_json(line: bytes) -> None:
+    assert sources.parsed(7, line) == sources._any_record(7, line)
 
 
 def test_chat_templates_get_lists_of_parquet_files_as_lists(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -58,13 +58,13 @@ from actshard.plan.verb import Beat, Result, Verb
 from actshard.tokens import estimating, formats, pieces, placing, sizes
 from actshard.tokens.building import BuildOptions, warn_of_no_eos, warn_of_skipped
 from actshard.tokens.cache import TokenCache, open_cache
-from actshard.tokens.combining import PartRows, combine, skipped_by_shard
+from actshard.tokens.combining import PartRows, combine, problems_in, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat
 from actshard.tokens.ledger import CONSOLIDATED
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, local_now, takes_time
 from actshard.tokens.shards import Counts, Task, build_shard, write_rows
-from actshard.tokens.sources import RowProblem, Source, expand
+from actshard.tokens.sources import Source, expand
 from actshard.tokens.tokenizer import FILES, PASSTHROUGH, Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, FieldWriters
 from actshard.work import FOLDER, make_folder, remove
@@ -354,7 +354,10 @@ class Tokenizing(Verb[Recipe]):
                 tell(min(before + counts.bytes, part.bytes), part.bytes)
 
             if _is_shard(recipe, part.pieces[run[0]]):
-                counts_by_piece[run[0]] = _shard(sources[0], recipe, process, folder, arguments.now, report)
+                make_folder(folder / SHARDS)
+                staged = folder / STAGED / sources[0].shard
+                shard_task = Task.of_shard(recipe, sources[0], folder / SHARDS, staged, arguments.now)
+                counts_by_piece[run[0]] = build_shard(sources[0], process, shard_task, report)
                 before += sources[0].size()
                 continue
             writers = FieldWriters(folder / ROWS / f"{number:05}", recipe.fields, "plain", read_soon=True)
@@ -362,7 +365,6 @@ class Tokenizing(Verb[Recipe]):
                 counts_by_piece[i] = write_rows(source, process, writers, skip=recipe.skip, tell=report)
                 before += source.size()
             writers.finish()
-        _check(task_inputs)  # again, in case a file changed while it was read
         remove(folder / STAGED)
         counts = [counts_by_piece[i] for i in range(len(counts_by_piece))]
         return TokenizeResult(
@@ -398,18 +400,14 @@ class Tokenizing(Verb[Recipe]):
 
     def commit(self, plan: Planned, results: Sequence[Result]) -> TokenCache:
         """Combines the rows of all tasks; see :meth:`Verb.commit`."""
-        recipe, out = self.opened(plan), plan.arguments_as(TokenizeArguments).out
+        recipe, arguments = self.opened(plan), plan.arguments_as(TokenizeArguments)
+        out, parts = arguments.out, _rows_by_shard(plan, recipe, results)
         with placing.turn(out) as work:
             if recipe.found(out, remedy=_REMEDY) is None:
-                _put(plan, recipe, results, out, work)
-        read = _read(plan, results)
-        skipped = skipped_by_shard(_by_shard(recipe, read))
-        problems = [
-            str(p.error(recipe.sources[i].path))
-            for i, source_pieces in enumerate(read)
-            for p in _problems(source_pieces)
-        ]
-        warn_of_skipped(out, skipped, len(read), problems)
+                recipe.refuse_foreign(out)
+                placing.keep_only(work, set(recipe.kept))
+                combine(recipe, parts, out, work, arguments.now)
+        warn_of_skipped(out, skipped_by_shard(parts), len(parts), problems_in(recipe.sources, parts))
         return open_cache(out)
 
     def committed(self, plan: Planned) -> TokenCache | None:
@@ -447,50 +445,14 @@ def _runs(plan: Planned, recipe: Recipe, task: int) -> list[list[int]]:
     return pieces.adjoining(task_pieces, [input_file.size or 0 for input_file in plan.inputs])
 
 
-def _shard(
-    source: Source,
-    recipe: Recipe,
-    process: Processor,
-    folder: Path,
-    now: tuple[object, ...] | None,
-    tell: Callable[[Counts], object],
-) -> Counts:
-    make_folder(folder / SHARDS)
-    task = Task(
-        folder / SHARDS / source.shard,
-        folder / STAGED / source.shard,
-        recipe.identity(source, now),
-        recipe.shard_storage,
-        recipe.skip,
-        recipe.layout == CONSOLIDATED,
-        now,
-    )
-    return build_shard(source, process, task, tell)
-
-
-@dataclass(frozen=True)
-class _Read(PartRows):
-    """The rows that a task made from one piece of a source.
-
-    Attributes:
-        piece: the piece.
-        unusable: the first unusable records.
-    """
-
-    piece: Sequence[int]
-    unusable: Sequence[RowProblem]
-
-
 def _piece_counts(counts: Counts, recipe: Recipe) -> PieceCounts:
     elements = tuple(counts.elements.get(name, 0) for name in recipe.fields)
-    unusable = tuple((p.number, p.detail, p.what) for p in counts.unusable)
-    return PieceCounts(counts.rows, elements, counts.skipped, unusable)
+    return PieceCounts(counts.rows, elements, counts.skipped, counts.unusable)
 
 
-def _read(plan: Planned, results: Sequence[Result]) -> list[list[_Read]]:
-    """The pieces that tasks read from each source, in order."""
-    recipe = _recipe(plan.arguments_as(TokenizeArguments), plan.inputs)
-    pieces_by_source: list[list[_Read]] = [[] for _ in recipe.sources]
+def _rows_by_shard(plan: Planned, recipe: Recipe, results: Sequence[Result]) -> dict[str, list[PartRows]]:
+    """The rows that tasks made from the pieces of each source, in order."""
+    parts: dict[str, list[PartRows]] = {source.shard: [] for source in recipe.sources}
     for result in results:
         folders = {
             i: result.folder / ROWS / f"{number:05}"
@@ -503,31 +465,9 @@ def _read(plan: Planned, results: Sequence[Result]) -> list[list[_Read]]:
             is_shard = _is_shard(recipe, piece)
             folder = result.folder / SHARDS / shard if is_shard else folders[i]
             elements = dict(zip(recipe.fields, counts.elements, strict=True))
-            unusable = [RowProblem(*problem) for problem in counts.unusable]
-            pieces_by_source[piece[0]].append(
-                _Read(folder, is_shard, counts.rows, elements, counts.skipped, piece, unusable)
+            parts[shard].append(
+                PartRows(folder, is_shard, counts.rows, elements, counts.skipped, piece, counts.unusable)
             )
-    for source_pieces in pieces_by_source:
-        source_pieces.sort(key=lambda read: tuple(read.piece[1:2]))
-    return pieces_by_source
-
-
-def _problems(read: Sequence[_Read]) -> Iterable[RowProblem]:
-    """Unusable records of a source, with their numbers in the file."""
-    before = 0
-    for part in read:
-        for problem in part.unusable:
-            yield replace(problem, number=problem.number + before)
-        if len(part.piece) == 3:
-            before += part.rows + part.skipped
-
-
-def _put(plan: Planned, recipe: Recipe, results: Sequence[Result], out: Path, work: Path) -> None:
-    """Combines the rows of all tasks to a cache, and moves it into place."""
-    recipe.refuse_foreign(out)
-    placing.keep_only(work, set(recipe.kept))
-    combine(recipe, _by_shard(recipe, _read(plan, results)), out, work, plan.arguments_as(TokenizeArguments).now)
-
-
-def _by_shard(recipe: Recipe, read: Sequence[Sequence[_Read]]) -> dict[str, Sequence[_Read]]:
-    return {source.shard: shard_pieces for source, shard_pieces in zip(recipe.sources, read, strict=True)}
+    for shard_parts in parts.values():
+        shard_parts.sort(key=lambda part: tuple(part.piece[1:2]))
+    return parts

@@ -15,6 +15,7 @@ from actshard.errors import FormatError
 from actshard.plan.data import Planned
 from actshard.tokens import formats
 from actshard.tokens.building import ID_DTYPES, LAYOUTS, is_time
+from actshard.tokens.sources import RowProblem
 from actshard.tokens.writing import STORAGES
 
 _SHARD = re.compile(r"\d{5,}_[\w-]+")
@@ -108,7 +109,7 @@ class PieceCounts(NamedTuple):
     rows: Amount
     elements: tuple[Amount, ...]
     skipped: Amount
-    unusable: tuple[tuple[int, AnyText, str], ...]
+    unusable: tuple[RowProblem, ...]
 
 
 @dataclass(frozen=True)

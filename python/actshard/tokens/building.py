@@ -1,10 +1,9 @@
 """``build_cache``: builds a token cache from files of records.
 
-Each file becomes a shard, a complete cache in the working folder (`placing.py`). If that leaves a process without work, large
-files are divided (`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An
-interrupted build continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to
-one array per field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as
-a cache.
+Each file becomes a shard, a complete cache in the working folder (`placing.py`). With several processes, large files are divided
+(`pieces.py`): each part becomes a folder like a shard, and a file's parts are joined by copying their bytes. An interrupted build
+continues with its finished shards and parts. At the end the shards are *consolidated* (copied byte for byte to one array per
+field) or kept (*sharded*), the ledger is written, and everything is moved into place. Until then nothing opens as a cache.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +24,17 @@ from numpy.typing import DTypeLike
 
 from actshard import _arguments, errors
 from actshard._arguments import local_path, many, numpy_type, whole
+from actshard._schema import json_values, read_value
 from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, LostWorkerError, boundary
 from actshard.tokens import formats, pieces, placing, shards
 from actshard.tokens.cache import TokenCache, open_cache
-from actshard.tokens.combining import PartRows, combine, skipped_by_shard
+from actshard.tokens.combining import PartRows, combine, problems_in, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import CONSOLIDATED, SHARDED, Ledger
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
-from actshard.tokens.shards import Counts, Task, build_shard
-from actshard.tokens.sources import AnySource, Source, expand
+from actshard.tokens.shards import Counts, Order, RowSetup, Task, build_shard
+from actshard.tokens.sources import AnySource, RowProblem, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, checked_storage
 from actshard.walking import refuse_taken
@@ -46,6 +46,9 @@ LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")
 _WORTH_PROCESSES = 8 << 20
 """With fewer bytes of sources, starting worker processes takes longer than it saves."""
+_PARTS_OF_PROCESS, _WORTH_PART = 8, 2 << 20
+"""Number of parts of large files for each process, and bytes of the smallest. Few bytes may take long, and processors differ, so
+that with one part each a process would wait for another; and a build that is interrupted loses the parts that it had begun."""
 
 
 @dataclass(frozen=True)
@@ -184,28 +187,33 @@ class _BuildPart:
     Attributes:
         source: the source.
         piece: the part, as of :func:`actshard.tokens.pieces.as_list`.
-        records: the part's records.
         task: how to build its rows: the shard of the source; or a folder like it, to be joined.
     """
 
     source: AnySource
     piece: list[int]
-    records: AnySource
     task: Task
 
     @property
     def name(self) -> str:
         return self.task.folder.name
 
-    def rows(self, ledger: Ledger) -> PartRows:
+    @cached_property
+    def records(self) -> AnySource:
+        """The part's records."""
+        return self.source if len(self.piece) == 1 else pieces.source_of([0, *self.piece[1:]], [self.source])
+
+    def rows(self, ledger: Ledger, unusable: Sequence[RowProblem]) -> PartRows:
         """The rows, according to the ledger of their folder."""
         is_shard, skipped = len(self.piece) == 1, sum(ledger.skipped.values())
-        return PartRows(self.task.folder, is_shard, ledger.total_num_rows, ledger.field_counts, skipped, ledger=ledger)
+        rows, elements = ledger.total_num_rows, ledger.field_counts
+        return PartRows(self.task.folder, is_shard, rows, elements, skipped, self.piece, unusable, ledger)
 
     def order(self) -> str:
         """The order for a worker."""
         assert isinstance(self.source, Source)
-        return json.dumps(shards.task_as_dict(self.source, self.piece, self.task))
+        path, numbers = os.fspath(self.source.path), tuple(self.piece[1:])
+        return json.dumps(json_values(Order(path, self.source.shard, self.source.version, numbers, self.task)))
 
 
 def _part_name(source: AnySource, piece: Sequence[int]) -> str:
@@ -268,19 +276,16 @@ class Build:
             self.process.tells_time,
         )
 
-    @property
-    def _copies(self) -> bool:
-        """Whether shards are read again for consolidation. A single plain shard is linked instead."""
-        return self.layout == CONSOLIDATED and (len(self.sources) > 1 or self.storage != "plain")
-
     def _divide(self) -> list[list[int]]:
         """Parts of sources, in order, as of :func:`actshard.tokens.pieces.as_list`. Large files are divided among processes."""
         files = [source for source in self.sources if isinstance(source, Source)]
         sizes = [source.size() for source in files]
-        count = min(self.jobs or processors(), sum(sizes) // _WORTH_PROCESSES)
+        total = sum(sizes)
+        count = min(self.jobs or processors(), total // _WORTH_PROCESSES)
         if count <= 1 or len(files) < len(self.sources):
             return [[number] for number in range(len(self.sources))]
-        tasks = pieces.divide_files(files, sizes, count, sum(sizes) // count)
+        parts = count * min(_PARTS_OF_PROCESS, max(total // count // _WORTH_PART, 1))
+        tasks = pieces.divide_files(files, sizes, parts, total // count)
         return sorted(piece for _, task in tasks for piece in task)
 
     def run(self) -> TokenCache:
@@ -359,20 +364,14 @@ class Build:
 
     def _part(self, piece: list[int], work: Path) -> _BuildPart:
         source, numbers = self.sources[piece[0]], piece[1:]
-        name, identity = _part_name(source, piece), self.recipe.identity(source, self._now)
+        name = _part_name(source, piece)
         # Unique to this process: a worker of a killed build may still be running.
         staged = work / "staged" / f"{name}.{os.getpid()}"
-        storage, copies = ("plain", True) if numbers else (self.recipe.shard_storage, self._copies)
-        task = Task(
-            work / placing.NEW / name,
-            staged,
-            digest([identity, *numbers]) if numbers else identity,
-            storage,
-            self.skip,
-            copies,
-            self._now,
-        )
-        return _BuildPart(source, piece, pieces.source_of(piece, self.sources) if numbers else source, task)
+        task = Task.of_shard(self.recipe, source, work / placing.NEW, staged, self._now)
+        if numbers:
+            identity, folder = digest([task.identity, *numbers]), work / placing.NEW / name
+            task = replace(task, folder=folder, identity=identity, storage="plain", read_soon=True)
+        return _BuildPart(source, piece, task)
 
     def _build(self, work: Path) -> None:
         piece_lists = self._divide()
@@ -393,10 +392,9 @@ class Build:
             ledger = finished_ledger or self._ledger_of(part, is_built=True)
             if ledger is None:
                 raise InternalError(f"shard {part.name} is missing after it was built", path=part.task.folder)
-            rows[part.source.shard].append(part.rows(ledger))
-        for part, _ in parts:  # the first one that is reported is the first in the files
-            if part.name in self._counts:
-                self.problems += self._counts[part.name].problems
+            unusable = self._counts[part.name].unusable if part.name in self._counts else ()
+            rows[part.source.shard].append(part.rows(ledger, unusable))
+        self.problems = problems_in(self.sources, rows)
         self.skipped = skipped_by_shard(rows)
         combine(self.recipe, rows, self.out, work, self._now, lambda: self._report("consolidating"))
 
@@ -425,7 +423,7 @@ class Build:
             if "done" in message:
                 done(part)
                 return True
-            tell(Counts(**message), part.name)
+            tell(read_value(Counts, message), part.name)
             return False
 
         def lost(part: _BuildPart, how: str) -> None:
@@ -434,7 +432,7 @@ class Build:
             )
 
         setup = self.out / placing.WORK / placing.SETUP  # with a tokenizer it is larger than a pipe's buffer
-        write_json(setup, shards.setup_as_dict(self.format, self.tokenizer, self.options))
+        write_json(setup, json_values(RowSetup.of(self.format, self.tokenizer, self.options)))
         # Largest first (popped from the end), so that no long task is left for the end.
         waiting = sorted(files, key=lambda part: part.records.size())
         env = {"TOKENIZERS_PARALLELISM": "true" if threads_of_each(jobs) > 1 else "false", "PYTHONWARNINGS": "ignore"}

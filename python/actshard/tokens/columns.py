@@ -82,12 +82,13 @@ def joined(
         parse: returns number and record of a line.
     """
     block = _OpenBlock(columns, parse)
-    for number, line in lines:
+    for numbered in lines:
+        number, line = numbered
         record = parse(number, line)[1]
         lists = _lists(record, line, columns)
-        if lists is None or not block.add(number, line, lists):
+        if lists is None or not block.add(numbered, lists):
             yield from block.close()
-            if lists is None or not block.add(number, line, lists):
+            if lists is None or not block.add(numbered, lists):
                 yield number, record
         elif block.bytes >= _AT_ONCE:
             yield from block.close()
@@ -106,6 +107,15 @@ def _lists(record: object, line: bytes, columns: Sequence[str]) -> list[list[obj
     return None if has_booleans and any(bool in set(map(type, values)) for values in lists) else lists
 
 
+def _holds(kind: str, values: list[Any]) -> bool:
+    """Whether an array of a type holds numbers."""
+    try:
+        array(kind).fromlist(values)
+    except (TypeError, OverflowError):
+        return False
+    return True
+
+
 class _OpenBlock:
     """Rows of lines. Numbers are converted line by line, while they are in the processor's cache, and only lines are kept."""
 
@@ -114,33 +124,43 @@ class _OpenBlock:
         self._parse = parse
         self._begin()
 
-    def _begin(self) -> None:
-        self._arrays: dict[str, array[Any]] = {name: array("q") for name in self._columns}
+    def _begin(self, kinds: str = "") -> None:
+        """Begins a block with these types of arrays, by default of integers."""
+        arrays = [array(kind) for kind in kinds or "q" * len(self._columns)]
+        self._arrays: dict[str, array[Any]] = dict(zip(self._columns, arrays, strict=True))
         self._lengths: dict[str, list[int]] = {name: [] for name in self._columns}
+        self._appending = [(self._arrays[name].fromlist, self._lengths[name].append) for name in self._columns]
         self._lines: list[tuple[int, bytes]] = []
         self.bytes = 0
 
-    def add(self, number: int, line: bytes, lists: Sequence[list[object]]) -> bool:
-        """Adds a row. Returns False if its numbers do not fit those of the block; or none, if the block is empty."""
-        sizes = [len(numbers) for numbers in self._arrays.values()]
-        if not all(self._extend(name, values) for name, values in zip(self._columns, lists, strict=True)):
-            for numbers, size in zip(self._arrays.values(), sizes, strict=True):
-                del numbers[size:]
-            return False
-        for name, values in zip(self._columns, lists, strict=True):
-            self._lengths[name].append(len(values))
-        self._lines.append((number, line))
-        self.bytes += len(line)
+    def add(self, numbered: tuple[int, bytes], lists: Sequence[list[Any]]) -> bool:
+        """Adds the row of a line. Returns False if its numbers do not fit those of the block; or none, if the block is empty."""
+        try:
+            for (extend, append), values in zip(self._appending, lists, strict=True):
+                extend(values)
+                append(len(values))
+        except (TypeError, OverflowError):
+            return self._undo() and self._begin_with(lists) and self.add(numbered, lists)
+        self._lines.append(numbered)
+        self.bytes += len(numbered[1])
         return True
 
-    def _extend(self, name: str, values: list[object]) -> bool:
-        try:
-            self._arrays[name].fromlist(values)
-        except (TypeError, OverflowError):
-            if self._lines or self._arrays[name].typecode == "d":
+    def _undo(self) -> bool:
+        """Removes the columns of a row that is not added. Returns whether the block is empty and of integers."""
+        for name, lengths in self._lengths.items():
+            del lengths[len(self._lines) :]
+            del self._arrays[name][sum(lengths) :]
+        return not self._lines and all(numbers.typecode == "q" for numbers in self._arrays.values())
+
+    def _begin_with(self, lists: Sequence[list[Any]]) -> bool:
+        """Begins a block whose arrays hold the numbers of a row. Returns False if none can."""
+        kinds = ""
+        for values in lists:
+            kind = next((kind for kind in "qd" if _holds(kind, values)), None)
+            if kind is None:
                 return False
-            self._arrays[name] = array("d")
-            return self._extend(name, values)
+            kinds += kind
+        self._begin(kinds)
         return True
 
     def close(self) -> Iterator[NumberedRecord]:

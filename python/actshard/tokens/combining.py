@@ -9,7 +9,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing, shards
 from actshard.tokens.ledger import CONSOLIDATED, Ledger
 from actshard.tokens.recipe import Recipe
+from actshard.tokens.sources import AnySource, RowProblem
 from actshard.tokens.writing import FieldWriters
 from actshard.work import make_folder, remove, sync_folders, sync_tree
 
@@ -35,6 +36,8 @@ class PartRows:
         is_shard: whether it is the finished shard of the whole source.
         rows, elements: number of rows, and of elements by field.
         skipped: number of unusable records.
+        piece: the part, as of :func:`actshard.tokens.pieces.as_list`.
+        unusable: the first unusable records, if known, with their numbers in the part.
         ledger: the ledger of the folder, if it has one and that was read.
     """
 
@@ -43,7 +46,9 @@ class PartRows:
     rows: int
     elements: Mapping[str, int]
     skipped: int
-    ledger: Ledger | None = field(default=None, kw_only=True)
+    piece: Sequence[int]
+    unusable: Sequence[RowProblem]
+    ledger: Ledger | None = None
 
 
 def combine(
@@ -97,6 +102,19 @@ def combine(
 def skipped_by_shard(parts: Mapping[str, Sequence[PartRows]]) -> dict[str, int]:
     """The number of unusable records by shard, without zeros."""
     return {shard: n for shard, shard_parts in parts.items() if (n := sum(part.skipped for part in shard_parts))}
+
+
+def problems_in(sources: Sequence[AnySource], parts: Mapping[str, Sequence[PartRows]]) -> list[str]:
+    """Messages about the first unusable records of each part, with their numbers in the file."""
+    messages = []
+    for source in sources:
+        lines = 0
+        for part in parts[source.shard]:
+            problems = [problem._replace(number=problem.number + lines) for problem in part.unusable]
+            messages += [str(source.error(problem)) for problem in problems]
+            if len(part.piece) == 3:  # lines are numbered from 1 in each range
+                lines += part.rows + part.skipped
+    return messages
 
 
 def _filled(parts: Mapping[str, Sequence[PartRows]]) -> dict[Path, Ledger | None]:

@@ -24,13 +24,14 @@ from pathlib import Path
 
 import numpy as np
 
+from actshard._schema import json_values, read_value
 from actshard.errors import ActshardError, FormatError, InternalError, as_plain, boundary, from_plain
 from actshard.location import Location
-from actshard.tokens import formats, sizes
+from actshard.tokens import sizes
 from actshard.tokens.pieces import LineRange, rows_of_groups
-from actshard.tokens.processing import Processor, processor_of
+from actshard.tokens.processing import Processor
 from actshard.tokens.recipe import Recipe
-from actshard.tokens.shards import write_rows
+from actshard.tokens.shards import RowSetup, write_rows
 from actshard.tokens.sources import (
     RecordOrBlock,
     RowProblem,
@@ -227,9 +228,7 @@ def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[object]
     """
     setup = {
         "sources": [[os.fspath(s.path), s.shard, s.version] for s in recipe.sources if isinstance(s, Source)],
-        "format": formats.as_dict(recipe.format),
-        "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
-        "options": recipe.options,
+        "rows": json_values(RowSetup.of(recipe.format, tokenizer, recipe.options)),
         "storage": recipe.storage,
         "now": now,
     }
@@ -257,8 +256,7 @@ def main() -> None:
     setup = json.load(sys.stdin)
     try:
         with boundary(None, "tokenize a sample"), tempfile.TemporaryDirectory() as folder:
-            tokenizer = None if setup["tokenizer"] is None else Tokenizer.from_dict(setup["tokenizer"])
-            process = processor_of(formats.as_format(setup["format"]), tokenizer, setup["options"])
+            process = read_value(RowSetup, setup["rows"]).processor()
             process.now = None if setup["now"] is None else time.struct_time(tuple(setup["now"]))
             sources = [Source(Path(path), shard, tuple(version)) for path, shard, version in setup["sources"]]
             answer = vars(_tokenize(sources, process, Path(folder), setup["storage"]))

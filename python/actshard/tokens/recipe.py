@@ -82,6 +82,11 @@ class Recipe:
         """Storage of shards. Shards to be consolidated are plain, so that rows are compressed only once, at the end."""
         return self.storage if self.layout == SHARDED else "plain"
 
+    @property
+    def reads_shards(self) -> bool:
+        """Whether shards are read again for consolidation. A single plain shard is linked instead."""
+        return self.layout == CONSOLIDATED and (len(self.sources) > 1 or self.storage != "plain")
+
     # -- the finished cache ----------------------------------------------------------------------------------------
 
     def found(

@@ -7,10 +7,9 @@ the GIL; only the tokenizers library has threads of its own.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard._json import read_json
+from actshard._schema import AnyText, json_values, read_value
 from actshard.errors import ActshardError, FormatError, as_plain, boundary
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
@@ -29,7 +29,7 @@ from actshard.tokens.ledger import Ledger
 from actshard.tokens.pieces import source_of
 from actshard.tokens.placing import SUCCESS
 from actshard.tokens.processing import Prepared, Processor, processor_of
-from actshard.tokens.recipe import shard_ledger
+from actshard.tokens.recipe import Recipe, shard_ledger
 from actshard.tokens.sources import AnySource, Record, RecordOrBlock, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
@@ -52,8 +52,7 @@ class Counts:
         rows, tokens: number produced.
         bytes: number of bytes read.
         skipped: number of unusable records.
-        problems: messages for the first few of them.
-        unusable: the same, as data.
+        unusable: the first few of them.
         elements: number of elements by field.
     """
 
@@ -61,14 +60,8 @@ class Counts:
     tokens: int = 0
     bytes: int = 0
     skipped: int = 0
-    problems: list[str] = field(default_factory=list)
-    unusable: list[RowProblem] = field(default_factory=list)
+    unusable: tuple[RowProblem, ...] = ()
     elements: dict[str, int] = field(default_factory=dict)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The progress as JSON values, for another process."""
-        names = ("rows", "tokens", "bytes", "skipped", "problems")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -91,7 +84,15 @@ class Task:
     storage: str
     skip: bool
     read_soon: bool
-    now: tuple[object, ...] | None = None
+    now: tuple[Any, ...] | None = None
+
+    @classmethod
+    def of_shard(
+        cls, recipe: Recipe, source: AnySource, folder: Path, staged: Path, now: tuple[object, ...] | None
+    ) -> Task:
+        """The task of a whole source of a recipe, whose shard appears in ``folder``."""
+        identity, rereads = recipe.identity(source, now), recipe.reads_shards
+        return cls(folder / source.shard, staged, identity, recipe.shard_storage, recipe.skip, rereads, now)
 
 
 TellCounts = Callable[[Counts], object]
@@ -110,9 +111,6 @@ def build_shard(source: AnySource, process: Processor, task: Task, tell: TellCou
     process.now = None if task.now is None else time.struct_time(task.now)
     writers = FieldWriters(task.staged, process.fields, task.storage, read_soon=task.read_soon)
     counts = write_rows(source, process, writers, skip=task.skip, tell=tell)
-    if isinstance(source, Source):
-        source.check_version()
-    counts.problems = [str(source.error(problem)) for problem in counts.unusable]
     complete_shard(task.staged, task.folder, writers, task.identity, counts.skipped, process.metadata())
     tell(counts)
     return counts
@@ -141,6 +139,7 @@ def write_rows(
 
     Raises:
         FormatError: a record is unusable (file and line are given), and ``skip`` is False.
+        ChangedInputError: the source changed while it was read.
     """
     counts = Counts()
     last = time.monotonic()
@@ -157,7 +156,7 @@ def write_rows(
                 raise source.error(problem)
             counts.skipped += 1
             if len(counts.unusable) < _PROBLEMS:
-                counts.unusable.append(problem)
+                counts.unusable += (problem,)
         for name, elements in rows.elements.items():
             writers.append(name, elements, rows.lengths[name])
             counts.elements[name] = counts.elements.get(name, 0) + int(elements.size)
@@ -166,6 +165,8 @@ def write_rows(
         if tell is not None and time.monotonic() - last >= _TELL_EVERY:
             tell(counts)
             last = time.monotonic()
+    if isinstance(source, Source):
+        source.check_version()
     return counts
 
 
@@ -251,65 +252,62 @@ def _encoded_ahead(
             yield ready, future.result()
 
 
-def setup_as_dict(
-    format: formats.RowFormat, tokenizer: Tokenizer | None, options: dict[str, object]
-) -> dict[str, object]:
-    """Settings shared by all tasks of a worker, as JSON."""
-    return {
-        "format": formats.as_dict(format),
-        "tokenizer": None if tokenizer is None else tokenizer.as_dict(),
-        "options": options,
-    }
+@dataclass(frozen=True)
+class RowSetup:
+    """How to make rows: the format, the tokenizer and the options, as JSON values for another process."""
+
+    format: Mapping[str, Any]
+    tokenizer: Mapping[str, Any] | None
+    options: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, format: formats.RowFormat, tokenizer: Tokenizer | None, options: Mapping[str, object]) -> RowSetup:
+        """The settings of a recipe's processor."""
+        return cls(formats.as_dict(format), None if tokenizer is None else tokenizer.as_dict(), options)
+
+    def processor(self) -> Processor:
+        """The processor with these settings."""
+        tokenizer = None if self.tokenizer is None else Tokenizer.from_dict(dict(self.tokenizer))
+        return processor_of(formats.as_format(self.format), tokenizer, dict(self.options))
 
 
-def task_as_dict(source: Source, piece: Sequence[int], task: Task) -> dict[str, object]:
-    """A task as JSON-compatible values, for another process. ``piece`` is of :func:`actshard.tokens.pieces.as_list`."""
-    return {
-        "piece": [0, *piece[1:]],
-        "source": {"path": os.fspath(source.path), "shard": source.shard, "version": source.version},
-        "task": {name: os.fspath(v) if isinstance(v, Path) else v for name, v in vars(task).items()},
-    }
+@dataclass(frozen=True)
+class Order:
+    """A task for a worker.
+
+    Attributes:
+        path, shard, version: the source; its path may be relative.
+        numbers: the part of it, as in a piece of :func:`actshard.tokens.pieces.as_list` after the number of the source.
+        task: how to build its rows.
+    """
+
+    path: AnyText
+    shard: str
+    version: tuple[int, int] | None
+    numbers: tuple[int, ...]
+    task: Task
+
+    def records(self) -> Source:
+        """The records of the part."""
+        return source_of([0, *self.numbers], [Source(Path(self.path), self.shard, self.version)])
 
 
 def main() -> None:
-    """Runs a worker. Its settings are the path of a file with those of :func:`setup_as_dict`, an order is :func:`task_as_dict`."""
+    """Runs a worker. Its settings are the path of a file with a :class:`RowSetup`; each line after it is an :class:`Order`."""
     driver = Driver()
     try:
         with boundary(None, "begin"):
-            process = _process(read_json(Path(driver.settings())))
+            process = read_value(RowSetup, read_json(Path(driver.settings()))).processor()
         for line in driver.orders():
-            order = json.loads(line)
-            version = order["source"]["version"]
-            source = Source(
-                Path(order["source"]["path"]), order["source"]["shard"], None if version is None else tuple(version)
-            )
-            task = _task(order["task"])
-            with boundary(task.folder, "build"):
-                part = source_of(order["piece"], [source])
-                build_shard(part, process, task, lambda counts: driver.send(counts.as_dict()))
+            order = read_value(Order, json.loads(line))
+            with boundary(order.task.folder, "build"):
+                build_shard(order.records(), process, order.task, lambda counts: driver.send(json_values(counts)))
             driver.send({"done": True})
     except ActshardError as error:
         driver.send(as_plain(error))
         sys.exit(3)
     except BrokenPipeError:
         sys.exit(4)
-
-
-def _process(setup: dict[str, Any]) -> Processor:
-    tokenizer = None if setup["tokenizer"] is None else Tokenizer.from_dict(setup["tokenizer"])
-    return processor_of(formats.as_format(setup["format"]), tokenizer, setup["options"])
-
-
-def _task(arguments: dict[str, Any]) -> Task:
-    return Task(
-        Path(arguments["folder"]),
-        Path(arguments["staged"]),
-        arguments["identity"],
-        arguments["storage"],
-        arguments["skip"],
-        arguments["read_soon"],
-        None if arguments["now"] is None else tuple(arguments["now"]),
-    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,10 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from actshard._json import interrupted, lines
+from actshard._schema import AnyText
 from actshard.errors import (
     ActshardError,
     ArgumentError,
@@ -38,12 +39,12 @@ KINDS = (".jsonl", ".json", ".parquet")
 COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd", ".zstd": "zstd"}
 LONGEST_LINE = 1 << 30
 """A line longer than this is an error, so that a file without line breaks is not read into memory."""
+_LINE_ENDS = ("\n", "", "\r\n")
 _ROWS_AT_ONCE = 1024
 _AT_ONCE = 1 << 18
 
 
-@dataclass(frozen=True)
-class RowProblem:
+class RowProblem(NamedTuple):
     """An unusable record.
 
     Attributes:
@@ -53,7 +54,7 @@ class RowProblem:
     """
 
     number: int
-    detail: str
+    detail: AnyText
     what: str = "line"
 
     def error(self, path: Path | None) -> FormatError:
@@ -105,7 +106,7 @@ class Source:
         if self.version is not None and stat.kind == "file" and self.version != (stat.size, stat.modified):
             raise ChangedInputError(
                 f"expected {self.version[0]} bytes of {self.version[1]} ns, found {stat.size} of {stat.modified}: the file changed "
-                "while it was read; build the cache again",
+                "while it was read; build the cache again, or make the plan again",
                 path=self.path,
             )
 
@@ -353,8 +354,21 @@ def parsed_lines(
     return joined(lines, columns, parsed)
 
 
+_decode_json = json.JSONDecoder().raw_decode  # without the checks of json.loads, which take time for each line
+
+
 def parsed(number: int, line: bytes) -> Record:
     """The record of a line."""
+    try:
+        text = line.decode()
+        record, end = _decode_json(text)
+    except (ValueError, RecursionError):
+        return _any_record(number, line)
+    return (number, record) if type(record) is dict and text[end:] in _LINE_ENDS else _any_record(number, line)
+
+
+def _any_record(number: int, line: bytes) -> Record:
+    """The record of a line that may be unusable, or have spaces around it."""
     try:
         record = json.loads(line.decode("utf-8").rstrip("\r\n"))
     except json.JSONDecodeError as error:
