@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,14 @@ def decode_symbols(data: bytes, lengths: NDArray[np.int64], smallest: int, count
 
 def decode_plainly(block: bytes) -> bytes:
     """A block, by docs/formats/planes.md."""
-    magic, length, decoded, row, stored, size, way, tail, sign = struct.unpack("<4s4I4B", block[:24])
+    magic, length, decoded, row, stored, size, way, kind_of_others, sign = struct.unpack("<4s4I4B", block[:24])
     assert (magic, length) == (b"APL1", len(block))
-    n, at, planes = stored * row // size, 24, []
+    index, at = [*range(stored)], 24
+    if kind_of_others == 3:
+        numbers = np.frombuffer(block, np.uint8 if stored <= 256 else "<u2", decoded // row, at)
+        index, at = numbers.tolist(), at + numbers.nbytes
+        assert list(dict.fromkeys(index)) == list(range(stored)), "first occurrences are in order"
+    n, planes, body = stored * row // size, [], at
     for _ in range(size if way and n else 0):
         kind, at = block[at], at + 1
         if kind < 2:
@@ -64,15 +69,16 @@ def decode_plainly(block: bytes) -> bytes:
             plane += decode_symbols(block[at : at + bytes_of_stream], lengths, smallest, symbols)
             at += bytes_of_stream
         planes.append(np.array(plane, np.uint8))
-    rows = block[24 : 24 + stored * row]
+    rows = block[body : body + stored * row]
     if planes:
         word = np.dtype(f"<u{size}").type
         values = np.stack(planes, axis=1).reshape(-1).view(word)
         low = values >> word(sign) & word(1)
         values = values & ~(word(1) << word(sign)) | low
         rows = (values >> word(1) | values << word(8 * size - 1)).tobytes()
-    missing = decoded // row - stored
-    return rows + {0: b"", 1: bytes(row), 2: rows[-row:]}[tail] * missing
+    rows = b"".join(rows[number * row : (number + 1) * row] for number in index)
+    missing = decoded // row - len(index)
+    return rows + {0: b"", 1: bytes(row), 2: rows[-row:], 3: b""}[kind_of_others] * missing
 
 
 def block_of(rows: NDArray[Any]) -> bytes:
@@ -95,10 +101,34 @@ def with_copies(rows: NDArray[Any]) -> NDArray[Any]:
     return rows
 
 
+def repeated(order: Sequence[int], zeros: Sequence[int] = ()) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    def repeat(rows: NDArray[Any]) -> NDArray[Any]:
+        rows = rows[list(order)]
+        rows[list(zeros)] = 0
+        return rows
+
+    return repeat
+
+
+def alike(rows: NDArray[Any]) -> NDArray[Any]:
+    """Rows that differ in the middle only, some of them equal."""
+    middle = np.arange(len(rows)) % 7
+    rows[:] = 1
+    rows[:, 20] = middle
+    return rows
+
+
 KINDS: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "as they are": lambda rows: rows,
     "zeros after them": with_zeros,
     "copies after them": with_copies,
+    "copies anywhere": repeated([0, 1, 2, 1, 0, 3, 3, 1, 4, 0, 5, 6, 2, 7]),
+    "a copy": repeated([*range(17), 4]),
+    "zeros between": repeated([*range(12)], zeros=[0, 5, 6]),
+    "copies, then zeros": repeated([0, 1, 0, 1, 2, 0, 0, 0], zeros=[6, 7]),
+    "zeros between and after": repeated([0, 1, 0, 1, 2, 0, 0, 0], zeros=[2, 6, 7]),
+    "copies, then copies of the last": repeated([0, 1, 0, 2, 1, 1, 1, 1]),
+    "alike": alike,
     "one row": lambda rows: rows[:1],
     "no row": lambda rows: rows[:0],
     "few values": lambda rows: rows[:3, :1],
@@ -129,6 +159,10 @@ def test_the_page_is_enough_for_a_decoder_and_all_bits_return(dtype: str, kind: 
         ("float32", "as they are", 0.88),
         ("bfloat16", "zeros after them", 0.45),
         ("bfloat16", "copies after them", 0.45),
+        ("bfloat16", "copies anywhere", 0.45),
+        ("float32", "copies anywhere", 0.51),
+        ("bfloat16", "zeros between", 0.66),
+        ("bfloat16", "copies, then zeros", 0.4),
         ("float32", "zeros", 0.004),
         ("float32", "one value", 0.004),
     ],
@@ -154,7 +188,9 @@ def test_float32_rows_that_were_bfloat16_take_as_many_bytes_as_bfloat16() -> Non
         (16, b"\xff", "byte 16: expected at most 20 stored rows, found 255"),
         (20, b"\x03", "byte 20: expected values of 1, 2, 4 or 8 bytes, found 3"),
         (21, b"\x02", "byte 21: expected way 0 or 1, found 2"),
-        (22, b"\x01", "byte 22: expected a kind of the 0 rows after 20 stored ones, found 1"),
+        (22, b"\x01", "byte 22: expected a kind of the 0 rows beyond 20 stored ones, found 1"),
+        (22, b"\x03", "byte 22: expected a kind of the 0 rows beyond 20 stored ones, found 3"),
+        (22, b"\x04", "byte 22: expected a kind of the 0 rows beyond 20 stored ones, found 4"),
         (23, b"\x10", "byte 23: expected a bit up to 15, found 16"),
         (24, b"\x03", "byte 24: expected a plane of kind 0, 1 or 2, found 3"),
     ],
@@ -166,11 +202,55 @@ def test_each_damaged_field_is_named_with_its_byte(at: int, value: bytes, messag
         _native.decode_planes(damaged, 1 << 20)
 
 
+def test_an_index_has_one_form() -> None:
+    block = block_of(repeated([0, 1, 2, 1, 0, 3])(rows_of("bfloat16")))
+    assert block[16:20] + block[22:23] == b"\x04\x00\x00\x00\x03"
+    assert block[24:30] == b"\x00\x01\x02\x01\x00\x03"
+    for index, message in [
+        (b"\x01\x00\x02\x01\x00\x03", "byte 24: expected a stored row up to 0, found 1"),
+        (b"\x00\x02\x01\x01\x00\x03", "byte 25: expected a stored row up to 1, found 2"),
+        (b"\x00\x01\x02\x01\x00\xff", "byte 29: expected a stored row up to 3, found 255"),
+        (b"\x00\x01\x02\x03\x00\x04", "byte 29: expected a stored row up to 3, found 4"),
+        (b"\x00\x01\x02\x01\x00\x02", "byte 24: expected an index of 4 stored rows, found 3"),
+    ]:
+        with pytest.raises(actshard.FormatError, match=rf"actshard\.planes: {message}"):
+            _native.decode_planes(block[:24] + index + block[30:], 1 << 20)
+    # Other copies are valid; as many rows as stored ones, or an index without its rows, are not.
+    assert decode_plainly(block[:24] + b"\x00\x01\x02\x03\x00\x03" + block[30:])
+    with pytest.raises(actshard.FormatError, match="byte 22: expected a kind of the 0 rows beyond 4 stored ones"):
+        _native.decode_planes(block[:8] + struct.pack("<I", 4 * 96) + block[12:], 1 << 20)
+    with pytest.raises(actshard.FormatError, match="byte 24: the block ends in the index of its rows"):
+        _native.decode_planes(block[:4] + struct.pack("<II", 29, 576) + block[12:29], 1 << 20)
+
+
+@pytest.mark.parametrize("distinct", [256, 257])
+def test_an_index_of_many_rows_has_numbers_of_two_bytes(distinct: int) -> None:
+    rows = np.random.default_rng(3).integers(0, 256, (distinct, 64), "u1").repeat(2, axis=0)
+    block = block_of(rows)
+    assert len(block) == 24 + 2 * distinct * (1 if distinct == 256 else 2) + 64 * distinct
+    assert _native.decode_planes(block, rows.nbytes) == rows.tobytes() == decode_plainly(block)
+    if distinct == 257:  # a number of one byte would be too small for the last row
+        cut = block[:4] + struct.pack("<I", len(block) - 514) + block[8:24] + block[24:538:2] + block[1052:]
+        with pytest.raises(actshard.FormatError, match=r"actshard\.planes: byte"):
+            _native.decode_planes(cut, rows.nbytes)
+
+
+def test_rows_whose_copies_take_less_than_an_index_have_none() -> None:
+    rows = np.ones((4096, 4))
+    rows[[0, -1]] = 1.5
+    block = block_of(rows)
+    assert block[22] == 0
+    assert _native.decode_planes(block, rows.nbytes) == rows.tobytes()
+
+
 def test_a_block_is_cut_nowhere_and_decodes_within_the_limit() -> None:
-    block, size = block_of(rows_of("bfloat16")), rows_of("bfloat16").nbytes
-    for length in range(len(block)):
-        with pytest.raises(actshard.FormatError, match=r"actshard\.planes"):
-            _native.decode_planes(block[:length], size)
+    size = rows_of("bfloat16").nbytes
+    for kind in ("as they are", "copies anywhere"):
+        block = block_of(KINDS[kind](rows_of("bfloat16")))
+        for length in range(len(block)):
+            with pytest.raises(actshard.FormatError, match=r"actshard\.planes"):
+                _native.decode_planes(block[:length], size)
+    block = block_of(rows_of("bfloat16"))
     with pytest.raises(actshard.FormatError, match=f"expected at most {size - 1} decoded bytes, found {size}"):
         _native.decode_planes(block, size - 1)
 

@@ -68,7 +68,7 @@ fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
     let mut rest = block;
     let head = take(&mut rest, 24)?;
     let [encoded, decoded, row, stored] = [4, 8, 12, 16].map(|at| word(&head[at..]));
-    let [typesize, way, tail, sign] = [20, 21, 22, 23].map(|at| usize::from(head[at]));
+    let [typesize, way, kind, sign] = [20, 21, 22, 23].map(|at| usize::from(head[at]));
     let is_sound = head.starts_with(b"APL1")
         && encoded == block.len()
         && decoded <= most
@@ -82,6 +82,17 @@ fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
         return None;
     }
     let missing = decoded / row - stored;
+    let mut index = vec![];
+    if kind == 3 {
+        let width = if stored > 256 { 2 } else { 1 };
+        let numbers = take(&mut rest, decoded / row * width)?.chunks(width);
+        index.extend(numbers.map(|number| number.iter().rev().fold(0, |sum, byte| sum << 8 | usize::from(*byte))));
+        // The numbers of first occurrences are all numbers in their order.
+        let firsts: Vec<usize> = (0..index.len()).filter(|at| !index[..*at].contains(&index[*at])).map(|at| index[at]).collect();
+        if !firsts.into_iter().eq(0..stored) || stored > 1 << 16 {
+            return None;
+        }
+    }
     let mut rows = match way {
         0 => take(&mut rest, stored * row)?.to_vec(),
         1 => {
@@ -107,10 +118,11 @@ fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
         _ => return None,
     };
     let last = rows.len().checked_sub(row).map(|at| rows[at..].to_vec());
-    match (tail, missing) {
+    match (kind, missing) {
         (0, 0) => {}
         (1, 1..) => rows.resize(decoded, 0),
         (2, 1..) => rows.extend(last?.repeat(missing)),
+        (3, 1..) => rows = index.into_iter().flat_map(|number| &rows[number * row..(number + 1) * row]).copied().collect(),
         _ => return None,
     }
     (rest.is_empty()).then_some(rows)

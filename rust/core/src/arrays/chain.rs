@@ -13,7 +13,7 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 use zarrs::array::codec::{
-    BloscCodec, Bz2Codec, GzipCodec, ShardingCodec, VlenBytesCodec, VlenUtf8Codec, ZlibCodec, ZstdCodec,
+    BloscCodec, Bz2Codec, Crc32cCodec, GzipCodec, ShardingCodec, VlenBytesCodec, VlenUtf8Codec, ZlibCodec, ZstdCodec,
 };
 use zarrs::array::{
     ArrayBytes, ArrayToArrayCodecTraits, ArrayToBytesCodecTraits, BytesRepresentation, BytesToBytesCodecTraits,
@@ -136,7 +136,9 @@ enum Undo {
     Zstd,
     Blosc(Arc<dyn BytesToBytesCodecTraits>),
     Planes,
-    /// The output is never longer than the input: checksums, shuffling.
+    /// A checksum after the bytes.
+    Crc32c,
+    /// The output is never longer than the input: other checksums, shuffling.
     Shrinking(Arc<dyn BytesToBytesCodecTraits>),
 }
 
@@ -228,7 +230,7 @@ impl Chain {
     }
 
     /// Decodes a chunk.
-    pub fn decode(&self, encoded: Vec<u8>) -> Said<Elements> {
+    pub fn decode(&self, encoded: Cow<'_, [u8]>) -> Said<Elements> {
         let whole = self.whole.elements()?;
         if let Some(size) = self.whole.dtype.fixed_size()
             && whole.saturating_mul(size as u64) > MOST_DECODED.max(encoded.len() as u64)
@@ -238,7 +240,7 @@ impl Chain {
             )
             .into());
         }
-        let mut bytes = Cow::Owned(encoded);
+        let mut bytes = encoded;
         for (undo, known, bound) in self.bytes.iter().rev() {
             bytes = undo.run(bytes, *known, *bound)?;
         }
@@ -250,7 +252,11 @@ impl Chain {
         let mut array = match &self.to_bytes {
             ToBytes::Zarrs(codec) => {
                 let Form { shape, dtype, fill } = &self.last;
-                codec.decode(bytes, shape, dtype, fill, &options()).map_err(text)?.into_owned()
+                let bytes = match bytes {
+                    Cow::Borrowed(bytes) => memory::copied(bytes)?,
+                    Cow::Owned(bytes) => bytes,
+                };
+                codec.decode(Cow::Owned(bytes), shape, dtype, fill, &options()).map_err(text)?.into_owned()
             }
             ToBytes::Strings => return self.variable(strings(&bytes, self.last.elements()?)?),
             ToBytes::Shard(shard) => match shard.whole(&bytes)? {
@@ -310,6 +316,8 @@ impl Undo {
             Undo::Blosc(Arc::clone(codec))
         } else if any.is::<PlanesCodec>() {
             Undo::Planes
+        } else if any.is::<Crc32cCodec>() && is_at_end(&**codec) {
+            Undo::Crc32c
         } else {
             Undo::Shrinking(Arc::clone(codec))
         }
@@ -364,9 +372,30 @@ impl Undo {
                 }
                 Ok(Cow::Owned(rows))
             }
+            Undo::Crc32c => {
+                let Some((data, stored)) = encoded.split_last_chunk() else {
+                    return Err(format!("crc32c: expected a checksum of 4 bytes, found {} bytes", encoded.len()).into());
+                };
+                let (n, stored, crc) = (data.len(), u32::from_le_bytes(*stored), crc32c::crc32c(data));
+                if stored != crc {
+                    return Err(format!("expected the checksum (crc32c) {stored:08x}, found {crc:08x}").into());
+                }
+                Ok(match encoded {
+                    Cow::Borrowed(bytes) => Cow::Borrowed(&bytes[..n]),
+                    Cow::Owned(mut bytes) => {
+                        bytes.truncate(n);
+                        Cow::Owned(bytes)
+                    }
+                })
+            }
             Undo::Shrinking(codec) => codec.decode(encoded, &known, &options()).map_err(text),
         }
     }
+}
+
+/// Whether a codec puts its checksum after the bytes: numcodecs' crc32c may begin with it.
+fn is_at_end(codec: &dyn BytesToBytesCodecTraits) -> bool {
+    codec.encode(Cow::Borrowed(b"a"), &options()).is_ok_and(|encoded| encoded.starts_with(b"a"))
 }
 
 /// The decoded size of compressed data; fails above `limit`.
@@ -414,7 +443,7 @@ fn inflate(name: &str, decoder: impl Read, encoded: &[u8], bound: Size) -> Said<
 
 impl DecodeIndex for Chain {
     fn decode(&self, raw: Vec<u8>) -> Said<Vec<u8>> {
-        match Chain::decode(self, raw)? {
+        match Chain::decode(self, Cow::Owned(raw))? {
             Elements::Fixed(bytes) => Ok(bytes),
             Elements::Variable(_) => Err("expected numbers".into()),
         }
@@ -474,11 +503,11 @@ impl ShardCodec {
 
     fn whole(&self, bytes: &[u8]) -> Said<Elements> {
         let len = bytes.len() as u64;
-        let cut = |(at, n): (u64, u64)| memory::copied(&bytes[to_usize(at)..to_usize(at + n)]);
+        let cut = |(at, n): (u64, u64)| &bytes[to_usize(at)..to_usize(at + n)];
         let n = self.index.bytes();
         let at = self.index.start(len);
         let at = at.ok_or_else(|| format!("expected a shard index of {n} bytes, found {len} bytes in all"))?;
-        let index = self.index.parse(cut((at, n))?)?;
+        let index = self.index.parse(memory::copied(cut((at, n)))?)?;
         let fill = self.inner.whole.fill.as_ne_bytes();
         let fixed = self.inner.whole.dtype.is_fixed();
         let (shape, chunk) = (unwrapped(&self.shape), unwrapped(&self.chunk));
@@ -486,7 +515,9 @@ impl ShardCodec {
             let entry = *index.get(self.number(at)).ok_or("shard index: too short")?;
             let placed = place(entry, len)?;
             placed
-                .map(|(at, n)| self.inner.check_encoded(n).and_then(|()| self.inner.decode(cut((at, n))?)))
+                .map(|(at, n)| {
+                    self.inner.check_encoded(n).and_then(|()| self.inner.decode(Cow::Borrowed(cut((at, n)))))
+                })
                 .transpose()
         })
     }

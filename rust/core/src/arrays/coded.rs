@@ -4,6 +4,7 @@
 //! (see `chain`). It holds no lock and needs no other thread, so a child forked while another thread decodes can decode as
 //! its parent does. A panic of a codec becomes an error.
 
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -61,13 +62,8 @@ pub trait Decode: std::fmt::Debug + Send + Sync {
         each.collect()
     }
 
-    /// The array, if its chunks are inner chunks of shards that can be read in place.
-    fn in_place(&self) -> Option<&CodedArray> {
-        None
-    }
-
-    /// The shard that contains a chunk; `None` if the chunk is a file.
-    fn shard(&self, _indices: &[u64]) -> Option<Location> {
+    /// The array, if its chunks are inner chunks of shards.
+    fn sharded(&self) -> Option<&CodedArray> {
         None
     }
 }
@@ -183,7 +179,7 @@ impl ParsedArray {
         let sources: Vec<Option<&dyn Source>> = files.iter().map(|file| file.source().map(|s| &**s)).collect();
         type To<'a> = ((&'a Location, Option<u64>), &'a mut Option<Elements>);
         let decode = |((location, offset), made): To<'_>, bytes: &[u8]| {
-            let decoded = decode_unit(memory::copied(bytes)?, chain, location);
+            let decoded = decode_unit(bytes.into(), chain, location);
             *made = Some(decoded.map_err(|e| offset.map_or_else(|| e.clone(), |offset| e.clone().byte(offset)))?);
             Ok(())
         };
@@ -311,25 +307,19 @@ impl CodedArray {
         ChunkFile::open(store.open(&parsed.location(&outer), Access::Kept, Stop::never()), index)
     }
 
+    /// The file of a shard, from an inner chunk; of a chunk, if these are files.
+    pub fn location(&self, indices: &[u64]) -> Result<Location> {
+        let parsed = self.parsed()?;
+        Ok(match self.shards(parsed) {
+            Some(shards) => parsed.location(&shards.codec.outer(indices)),
+            None => parsed.location(indices),
+        })
+    }
+
     /// Its shards, if chunks are the inner chunks of shards.
     fn shards<'a>(&'a self, parsed: &'a ParsedArray) -> Option<ArrayShards<'a>> {
         let codec = parsed.chain.shard().filter(|_| self.inner)?;
         Some(ArrayShards { codec, indexes: &self.indexes })
-    }
-
-    /// An inner chunk of a shard.
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "opening a near file takes a moment, and far ones are opened together"
-    )]
-    fn inner(&self, parsed: &ParsedArray, shards: &ArrayShards<'_>, indices: &[u64]) -> Result<Option<Elements>> {
-        let outer = shards.codec.outer(indices);
-        let location = parsed.location(&outer);
-        let index = |source: &dyn Source, version: Option<&Version>| shards.index(parsed, &outer, source, version);
-        let file = ChunkFile::open(self.store.open(&location, Access::Once, Stop::never()), index)?;
-        let unit = file.unit(shards.codec.number(indices))?;
-        let chain = &shards.codec.inner;
-        unit.map(|unit| decode_stored(unit, chain, &location).map_err(|e| e.byte(unit.offset))).transpose()
     }
 
     /// Number of dimensions.
@@ -340,15 +330,15 @@ impl CodedArray {
     /// Decodes a whole chunk or shard already read.
     pub fn decode(&self, encoded: Vec<u8>) -> Result<Elements> {
         let parsed = self.parsed()?;
-        decode_unit(encoded, &parsed.chain, &parsed.folder)
+        decode_unit(encoded.into(), &parsed.chain, &parsed.folder)
     }
 
-    /// Decodes a unit of `len` bytes already read: an inner chunk of a shard, or a whole chunk.
-    pub fn decode_unit(&self, encoded: Vec<u8>, len: u64, location: &Location) -> Result<Vec<u8>> {
-        let parsed = self.parsed()?;
+    /// Reads and decodes a stored unit of `len` bytes: an inner chunk of a shard, or a whole chunk.
+    pub fn decode_unit(&self, unit: StoredUnit<'_>, len: u64) -> Result<Vec<u8>> {
+        let (parsed, location) = (self.parsed()?, unit.source.location());
         let chain = self.shards(parsed).map_or(&parsed.chain, |shards| &shards.codec.inner);
-        chain.check_encoded(encoded.len() as u64).map_err(|e| cannot_decode(location, e))?;
-        numbers(decode_unit(encoded, chain, location)?, len, location)
+        let decoded = decode_stored(unit, chain, location).and_then(|elements| numbers(elements, len, location));
+        decoded.map_err(|e| e.byte(unit.offset))
     }
 
     /// Chunks that are read together: their shards' indexes fit in [`INDEXES`].
@@ -376,23 +366,18 @@ impl CodedArray {
 }
 
 impl Decode for CodedArray {
-    fn in_place(&self) -> Option<&CodedArray> {
-        self.plain.map(|_| self)
-    }
-
-    fn shard(&self, indices: &[u64]) -> Option<Location> {
-        let parsed = self.parsed().ok()?;
-        let shards = self.shards(parsed)?;
-        Some(parsed.location(&shards.codec.outer(indices)))
+    fn sharded(&self) -> Option<&CodedArray> {
+        self.shards(self.array.as_ref().ok()?).map(|_| self)
     }
 
     fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> Result<Option<Vec<u8>>> {
         let parsed = self.parsed()?;
-        let found = match self.shards(parsed) {
-            Some(shards) => self.inner(parsed, &shards, indices)?,
-            None => parsed.chunk(&*self.store, indices)?,
-        };
-        found.map(|made| numbers(made, len, location)).transpose()
+        if let Some(shards) = self.shards(parsed) {
+            let shard = self.open_shard(&*self.store, indices)?;
+            let unit = shard.unit(shards.codec.number(indices))?;
+            return unit.map(|unit| self.decode_unit(unit, len)).transpose();
+        }
+        parsed.chunk(&*self.store, indices)?.map(|elements| numbers(elements, len, location)).transpose()
     }
 
     fn chunks(
@@ -457,10 +442,10 @@ fn numbers(made: Elements, len: u64, location: &Location) -> Result<Vec<u8>> {
 /// Reads and decodes a stored unit.
 fn decode_stored(unit: StoredUnit<'_>, chain: &Chain, location: &Location) -> Result<Elements> {
     chain.check_encoded(unit.len).map_err(|e| cannot_decode(location, e))?;
-    decode_unit(unit.read()?.into_owned(), chain, location)
+    unit.decode(|encoded| decode_unit(encoded.into(), chain, location))
 }
 
-fn decode_unit(encoded: Vec<u8>, chain: &Chain, location: &Location) -> Result<Elements> {
+fn decode_unit(encoded: Cow<'_, [u8]>, chain: &Chain, location: &Location) -> Result<Elements> {
     guarded(location, || chain.decode(encoded).map_err(|e| cannot_decode(location, e)))
 }
 

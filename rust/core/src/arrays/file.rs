@@ -1,6 +1,7 @@
 //! The open file of a chunk or a shard, and the positions of units in it.
 
 use std::borrow::Cow;
+use std::cell::Cell;
 use std::sync::Arc;
 
 use super::failing::Undecodable;
@@ -11,6 +12,13 @@ use crate::number::to_usize;
 use crate::source::slots::Opened;
 use crate::source::{ByteRange, Ready, Source, Version};
 use crate::threads::Stop;
+
+/// A thread keeps at most this much memory for encoded units: fresh memory would cost as much as the read.
+const KEPT: usize = 2 << 20;
+
+thread_local! {
+    static ENCODED: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
+}
 
 /// The file of a chunk or a shard.
 #[derive(Debug)]
@@ -106,18 +114,31 @@ impl<'a> StoredUnit<'a> {
         self.source.bytes()?.get(to_usize(self.offset)..to_usize(self.offset + self.len))
     }
 
-    /// All its bytes. Starts read-ahead if they are cold.
+    /// Decodes all its bytes. Starts read-ahead if they are cold.
     #[expect(clippy::disallowed_methods, reason = "a chunk is decoded as a whole, and far ones are fetched together")]
-    pub fn read(&self) -> Result<Cow<'a, [u8]>> {
+    pub fn decode<R>(&self, decode: impl FnOnce(&[u8]) -> Result<R>) -> Result<R> {
         if let Some(whole) = self.mapped() {
             if self.source.is_ready(self.offset) == Ready::No {
-                self.source.will_need(&[ByteRange { at: self.offset, len: self.len }]);
+                self.source.will_need(&[self.range()]);
             }
-            return Ok(Cow::Borrowed(whole));
+            return decode(whole);
         }
-        let mut whole = memory::bytes(self.len).map_err(|e| self.bad(e))?;
-        self.source.read(self.offset, &mut whole, Stop::never())?;
-        Ok(Cow::Owned(whole))
+        let mut encoded = ENCODED.take();
+        if (encoded.len() as u64) < self.len {
+            memory::resize(&mut encoded, self.len).map_err(|e| self.bad(e))?;
+        }
+        let whole = &mut encoded[..to_usize(self.len)];
+        self.source.read(self.offset, whole, Stop::never())?;
+        let decoded = decode(whole);
+        if encoded.capacity() <= KEPT {
+            ENCODED.set(encoded);
+        }
+        decoded
+    }
+
+    /// Its range in the file.
+    pub fn range(&self) -> ByteRange {
+        ByteRange { at: self.offset, len: self.len }
     }
 
     /// `n` of its bytes, from its byte `at`.

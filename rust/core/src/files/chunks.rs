@@ -7,7 +7,7 @@
 //!
 //! Inner chunks of local shards that contain plain numbers are read in place as well. If a checksum follows them, it is
 //! compared before the first row is read, once for each version of the shard's file and each time it is opened; later reads
-//! of the same open file trust it, as they would trust a decoded chunk in the cache.
+//! of the same open file trust it, as they would trust a decoded chunk in the cache. All local shards stay open.
 //!
 //! Local chunks are read, not mapped: mapping and unmapping a megabyte costs more than copying it. Only
 //! [`ChunkFiles::view`] maps, because the caller requests a view.
@@ -37,8 +37,9 @@ use crate::memory::buffer::Buffer;
 use crate::number::to_usize;
 use crate::source::local::Local;
 use crate::source::mmap::Paging;
+use crate::source::queue::{Hints, Ranged};
 use crate::source::slots::{Opened, Slots};
-use crate::source::{Access, Io, Source, Store, Wishes, replaced};
+use crate::source::{Access, ByteRange, Io, Source, Store, Wishes, replaced};
 use crate::threads::{self, Stop, Watch};
 
 /// The encoding of chunks.
@@ -89,15 +90,15 @@ pub struct ChunkFiles {
     number: u64,
     decoded: Cache<Buffer, UnitKey>,
     decodes: bool,
-    /// Shards whose inner chunks are read in place; each by the number of its array's first chunk plus its own number.
+    /// Local shards; each by the number of its array's first chunk plus its own number.
     shards: Slots<ShardFile>,
 }
 
-/// A shard whose inner chunks are read in place.
+/// A shard.
 #[derive(Debug)]
 struct ShardFile {
     file: ChunkFile,
-    /// For each inner chunk, whether its checksum was verified.
+    /// For each inner chunk that is read in place, whether its checksum was verified; empty if there are no checksums.
     verified: Box<[AtomicBool]>,
 }
 
@@ -185,17 +186,21 @@ impl ChunkFiles {
             (Content::Coded(_), Some((_, form))) => form.checked,
             (Content::Coded(_), None) => true,
         });
-        if made.arrays.iter().any(|(_, array)| made.in_place(array).is_some()) {
+        if made.arrays.iter().any(|(_, array)| made.sharded(array).is_some()) {
             made.shards = Slots::new(first);
         }
         Ok(made)
     }
 
+    /// The decoder of chunks in local shards. Those of a slow store are read together.
+    fn sharded<'a>(&self, array: &'a ChunkArray) -> Option<&'a CodedArray> {
+        let Content::Coded(coded) = &array.content else { return None };
+        coded.sharded().filter(|_| self.wishes.is_none())
+    }
+
     /// The decoder and the form of chunks that are encoded but can be read in place.
     fn in_place<'a>(&self, array: &'a ChunkArray) -> Option<(&'a CodedArray, Numbers)> {
-        let Content::Coded(coded) = &array.content else { return None };
-        // From a slow store, whole chunks are decoded and cached.
-        let coded = coded.in_place().filter(|_| self.wishes.is_none())?;
+        let coded = self.sharded(array)?;
         Some((coded, coded.plain()?))
     }
 
@@ -236,21 +241,30 @@ impl ChunkFiles {
         if aligned { View::of(&open, address, rows, self.row.bytes, paging) } else { Ok(None) }
     }
 
-    /// An inner chunk that is read in place: its shard, and its offset in it. `None` if it is missing.
-    fn inner(&self, grid: &Grid, array: &CodedArray, form: Numbers, indices: &[u64]) -> Result<FoundChunk> {
-        let (number, unit) = array.place_of(indices)?;
+    /// The shard of an inner chunk, which stays open, and the chunk's number in it.
+    fn shard(&self, file: u64, array: &CodedArray) -> Result<(Arc<ShardFile>, usize)> {
+        let grid = &self.array(file).0;
+        let indices = grid.indices(file);
+        let (number, unit) = array.place_of(&indices)?;
         let open = || {
-            let file = array.open_shard(&*self.store, indices)?;
-            let verified = (0..file.units()).filter(|_| form.checked).map(|_| AtomicBool::new(false)).collect();
-            Ok(ShardFile { file, verified })
+            self.check_folder(self.array_of(file))?;
+            let shard = array.open_shard(&*self.store, &indices)?;
+            let checked = array.plain().is_some_and(|form| form.checked);
+            let verified = (0..shard.units()).filter(|_| checked).map(|_| AtomicBool::new(false)).collect();
+            Ok(ShardFile { file: shard, verified })
         };
-        let shard = self.shards.get_if(grid.first() + number, ShardFile::is_same, open)?;
+        Ok((self.shards.get_if(grid.first() + number, ShardFile::is_same, open)?, unit))
+    }
+
+    /// An inner chunk that is read in place: its shard, and its offset in it. `None` if it is missing.
+    fn inner(&self, file: u64, array: &CodedArray, form: Numbers) -> Result<FoundChunk> {
+        let (shard, unit) = self.shard(file, array)?;
         let (Some(source), Some(stored)) = (shard.file.source(), shard.file.unit(unit)?) else {
             return Ok(FoundChunk::Absent);
         };
         let verified = shard.verified.get(unit);
         if !verified.is_some_and(|verified| verified.load(Ordering::Relaxed)) {
-            check_plain(stored, self.chunk_bytes(grid), form.checked)?;
+            check_plain(stored, self.chunk_bytes(&self.array(file).0), form.checked)?;
             if let Some(verified) = verified {
                 verified.store(true, Ordering::Relaxed);
             }
@@ -258,9 +272,22 @@ impl ChunkFiles {
         Ok(FoundChunk::Inner(Arc::clone(source), stored.offset))
     }
 
+    /// Decodes a chunk; `None` if it is missing.
+    fn decode(&self, file: u64, coded: &dyn Decode) -> Result<Option<Vec<u8>>> {
+        let (grid, array) = self.array(file);
+        let bytes = self.chunk_bytes(grid);
+        if let Some(sharded) = self.sharded(array) {
+            let (shard, unit) = self.shard(file, sharded)?;
+            return shard.file.unit(unit)?.map(|stored| sharded.decode_unit(stored, bytes)).transpose();
+        }
+        let indices = grid.indices(file);
+        coded.chunk(&indices, bytes, &array.location(indices))
+    }
+
     /// Whether the checksum of an inner chunk that is read in place was already compared.
-    fn is_checked(&self, grid: &Grid, array: &CodedArray, form: Numbers, indices: &[u64]) -> bool {
-        let Ok((number, unit)) = array.place_of(indices) else { return false };
+    fn is_checked(&self, file: u64, array: &CodedArray, form: Numbers) -> bool {
+        let grid = &self.array(file).0;
+        let Ok((number, unit)) = array.place_of(&grid.indices(file)) else { return false };
         let shard = self.shards.kept(grid.first() + number).filter(|shard| shard.is_same());
         let is_verified =
             |shard: Arc<ShardFile>| shard.verified.get(unit).is_some_and(|verified| verified.load(Ordering::Relaxed));
@@ -270,6 +297,11 @@ impl ChunkFiles {
     /// Chunks decoded so far.
     pub fn decodings(&self) -> u64 {
         self.decoded.decoded()
+    }
+
+    /// Checks the folder of an array whose chunks are files. That of shards is checked when one is opened.
+    fn check_chunk_folder(&self, array: usize) -> Result<()> {
+        if self.sharded(&self.arrays[array].1).is_some() { Ok(()) } else { self.check_folder(array) }
     }
 
     /// Fails if another folder has the name of an array's: its chunks belong to other metadata. Chunks may be added to a folder.
@@ -305,17 +337,13 @@ impl ChunkFiles {
     fn open(&self, number: u64, stop: &Stop) -> Result<OpenFile> {
         let (grid, array) = self.array(number);
         let indices = grid.indices(number);
-        let location = array.location(indices);
         let found = match &array.content {
             Content::Plain { .. } => {
-                plain(self.store.open(&location, Access::Kept, stop), grid, self.chunk_bytes(grid))?
+                plain(self.store.open(&array.location(indices), Access::Kept, stop), grid, self.chunk_bytes(grid))?
             }
-            Content::Coded(_) if let Some((coded, form)) = self.in_place(array) => {
-                self.inner(grid, coded, form, &indices)?
-            }
+            Content::Coded(_) if let Some((coded, form)) = self.in_place(array) => self.inner(number, coded, form)?,
             Content::Coded(coded) => {
-                let decode =
-                    || Ok::<_, Error>(coded.chunk(&indices, self.chunk_bytes(grid), &location)?.map(Buffer::from));
+                let decode = || Ok::<_, Error>(self.decode(number, &**coded)?.map(Buffer::from));
                 let block = self.decoded.get_or_load(self.key(number), |_| true, decode)?;
                 block.map_or(FoundChunk::Absent, FoundChunk::Decoded)
             }
@@ -324,17 +352,10 @@ impl ChunkFiles {
             // A missing chunk has the fill value, but a missing array (an unmounted disk, a moved folder) is an error.
             self.store.look(&array.metadata)?;
         }
-        self.opened(array, grid, indices, location, found)
+        self.opened(array, grid, indices, found)
     }
 
-    fn opened(
-        &self,
-        array: &ChunkArray,
-        grid: &Grid,
-        indices: [u64; 4],
-        location: Location,
-        found: FoundChunk,
-    ) -> Result<OpenFile> {
+    fn opened(&self, array: &ChunkArray, grid: &Grid, indices: [u64; 4], found: FoundChunk) -> Result<OpenFile> {
         let mut swapped = matches!(array.content, Content::Plain { swapped: true });
         let mut start = 0;
         let body = match found {
@@ -344,12 +365,12 @@ impl ChunkFiles {
                 swapped = self.in_place(array).is_some_and(|(_, form)| form.big_endian);
                 Body::Shared(source)
             }
-            FoundChunk::Decoded(block) => Body::Decoded(location, block),
+            FoundChunk::Decoded(block) => Body::Decoded(array.location(indices), block),
             FoundChunk::Absent => match &array.fill {
-                Some(fill) => Body::Fill(location, fill.clone()),
+                Some(fill) => Body::Fill(array.location(indices), fill.clone()),
                 None => {
                     let detail = "expected a chunk, found nothing: its writer stores every chunk; restore the file";
-                    return Err(Error::new(Kind::NotFound, detail).at(&location));
+                    return Err(Error::new(Kind::NotFound, detail).at(array.location(indices)));
                 }
             },
         };
@@ -383,8 +404,8 @@ impl ChunkFiles {
         if found.iter().any(|found| matches!(found, FoundChunk::Absent)) {
             threads::wait_for(&|_| self.store.look(&array.metadata), watch)?;
         }
-        let each = indices.into_iter().zip(locations).zip(found);
-        each.map(|((indices, location), found)| self.opened(array, grid, indices, location, found)).collect()
+        let each = indices.into_iter().zip(found);
+        each.map(|(indices, found)| self.opened(array, grid, indices, found)).collect()
     }
 }
 
@@ -395,6 +416,22 @@ type FolderId = (u64, u64, Option<SystemTime>);
 fn folder_now(folder: &Location) -> Option<FolderId> {
     let metadata = std::fs::metadata(folder.path()?).ok()?;
     Some((metadata.dev(), metadata.ino(), metadata.created().ok()))
+}
+
+/// The range of an inner chunk in one of some shards.
+struct ShardRange {
+    shard: usize,
+    range: ByteRange,
+}
+
+impl Ranged for ShardRange {
+    fn source(&self) -> usize {
+        self.shard
+    }
+
+    fn range(&self) -> ByteRange {
+        self.range
+    }
 }
 
 /// The bytes found for a chunk.
@@ -427,7 +464,7 @@ impl ChunkArray {
     fn location(&self, indices: [u64; 4]) -> Location {
         let shard = match &self.content {
             Content::Plain { .. } => None,
-            Content::Coded(coded) => coded.shard(&indices),
+            Content::Coded(coded) => coded.sharded().and_then(|array| array.location(&indices).ok()),
         };
         shard.unwrap_or_else(|| self.folder.join(&self.naming.file(&indices)))
     }
@@ -440,7 +477,7 @@ impl Files for ChunkFiles {
 
     fn get(&self, file: u64, stop: &Stop) -> Result<Arc<OpenFile>> {
         self.slots.get(file, || {
-            self.check_folder(self.array_of(file))?;
+            self.check_chunk_folder(self.array_of(file))?;
             self.open(file, stop)
         })
     }
@@ -451,7 +488,7 @@ impl Files for ChunkFiles {
             let lacking = files.iter().filter(|file| self.slots.kept(**file).is_none());
             let mut arrays: Vec<usize> = lacking.map(|file| self.array_of(*file)).collect();
             arrays.dedup();
-            arrays.into_iter().try_for_each(|array| self.check_folder(array))?;
+            arrays.into_iter().try_for_each(|array| self.check_chunk_folder(array))?;
             let open = |_: usize, file: &u64, stop: &Stop| self.slots.get(*file, || self.open(*file, stop));
             return threads::map_each(files.iter(), &open, watch);
         };
@@ -476,13 +513,28 @@ impl Files for ChunkFiles {
     fn decoded(&self, file: u64) -> Option<Arc<OpenFile>> {
         let (grid, array) = self.array(file);
         let Content::Coded(_) = array.content else { return None };
-        let indices = grid.indices(file);
         if let Some((coded, form)) = self.in_place(array) {
-            return self.is_checked(grid, coded, form, &indices).then(|| self.get(file, Stop::never()).ok()).flatten();
+            return self.is_checked(file, coded, form).then(|| self.get(file, Stop::never()).ok()).flatten();
         }
         let block = self.decoded.get(self.key(file))?;
-        let found = FoundChunk::Decoded(block);
-        self.opened(array, grid, indices, array.location(indices), found).ok().map(Arc::new)
+        self.opened(array, grid, grid.indices(file), FoundChunk::Decoded(block)).ok().map(Arc::new)
+    }
+
+    fn will_need(&self, files: &[u64]) {
+        let (mut shards, mut ranges): (Vec<Arc<ShardFile>>, Vec<ShardRange>) = (vec![], vec![]);
+        for file in files {
+            let Some(sharded) = self.sharded(&self.array(*file).1) else { continue };
+            let Ok((shard, unit)) = self.shard(*file, sharded) else { continue };
+            let Ok(Some(range)) = shard.file.unit(unit).map(|unit| unit.map(|unit| unit.range())) else { continue };
+            if !shards.last().is_some_and(|last| Arc::ptr_eq(last, &shard)) {
+                shards.push(shard);
+            }
+            ranges.push(ShardRange { shard: shards.len() - 1, range });
+        }
+        let sources: Vec<Option<&dyn Source>> = shards.iter().map(|shard| shard.file.source().map(|s| &**s)).collect();
+        let mut hints = Hints::new(&sources);
+        ranges.iter().for_each(|range| hints.add(range));
+        hints.flush();
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {

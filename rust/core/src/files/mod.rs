@@ -39,6 +39,9 @@ pub trait Files: Send + Sync {
         None
     }
 
+    /// Starts to read files that will be decoded in this order, without waiting for the disk. A hint.
+    fn will_need(&self, _files: &[u64]) {}
+
     /// Bytes of memory that an open file needs because it is decoded.
     fn decoded_bytes(&self, _file: u64) -> u64 {
         0

@@ -82,6 +82,11 @@ impl OpenFile {
         }
     }
 
+    /// An identity of the source that it shares with other files, if it does.
+    pub fn shared(&self) -> Option<*const ()> {
+        if let Body::Shared(source) = &self.body { Some(Arc::as_ptr(source).cast()) } else { None }
+    }
+
     /// Fails if the file has changed since it was opened.
     pub fn unchanged(&self) -> Result<()> {
         self.source().map_or(Ok(()), Source::unchanged)

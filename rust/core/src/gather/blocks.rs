@@ -5,10 +5,14 @@
 //! sorted by file and address, ranges at most [`GAP`] apart are read together into a block of memory, and rows are
 //! copied from there.
 
+use std::collections::HashMap;
+use std::sync::Arc;
+
 use super::pick::{Origin, Out, Pick};
 use super::plan::{Cut, Extent, GatherJob, Span};
 use crate::dtype::Cast;
 use crate::error::{Error, Kind, Result};
+use crate::files::open::OpenFile;
 use crate::layout::Layout;
 use crate::memory::output::Output;
 use crate::source::local::DIRECT;
@@ -147,11 +151,12 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                 self.fill(&files[extent.file as usize], self.target(extent, out));
             }
             seen.extend(read);
-            seen.sort_unstable_by_key(|e| (e.file, e.src));
+            let source_of = first_with_source(&files);
+            seen.sort_unstable_by_key(|e| (source_of[e.file as usize], e.src));
             let mut blocks = &seen[..];
             while let Some((first, _)) = blocks.split_first() {
                 stop.check()?;
-                let (block, others) = blocks.split_at(block_len(blocks));
+                let (block, others) = blocks.split_at(block_len(blocks, &source_of));
                 blocks = others;
                 let open = &files[first.file as usize];
                 let end = block.iter().map(|e| e.src + u64::from(e.len)).max().unwrap_or(first.src);
@@ -163,9 +168,9 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
                     (None, Some(bytes)) => &bytes[first.src as usize..end as usize],
                     (None, None) => return Err(Error::new(Kind::Internal, "a file without bytes").at(open.location())),
                 };
-                let cast = self.cast.swapped_if(open.place().swapped);
                 for extent in block {
                     let at = (extent.src - first.src) as usize;
+                    let cast = self.cast.swapped_if(files[extent.file as usize].place().swapped);
                     cast.apply(&bytes[at..at + extent.len as usize], self.target(extent, out));
                 }
             }
@@ -174,13 +179,25 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
     }
 }
 
+/// For each file, the number of the first one with the same source: inner chunks of a shard are read together.
+fn first_with_source(files: &[Arc<OpenFile>]) -> Vec<usize> {
+    let mut firsts = HashMap::new();
+    let first = |(number, file): (usize, &Arc<OpenFile>)| {
+        file.shared().map_or(number, |source| *firsts.entry(source).or_insert(number))
+    };
+    files.iter().enumerate().map(first).collect()
+}
+
 /// The number of extents at the beginning of this sorted list that are read together.
-fn block_len(extents: &[Extent]) -> usize {
+fn block_len(extents: &[Extent], source_of: &[usize]) -> usize {
     let Some(first) = extents.first() else { return 0 };
     let mut end = first.src + u64::from(first.len);
     for (i, next) in extents.iter().enumerate().skip(1) {
         let till = end.max(next.src + u64::from(next.len));
-        if next.file != first.file || next.src > end + GAP || till - first.src > BLOCK as u64 {
+        if source_of[next.file as usize] != source_of[first.file as usize]
+            || next.src > end + GAP
+            || till - first.src > BLOCK as u64
+        {
             return i;
         }
         end = till;

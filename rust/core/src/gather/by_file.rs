@@ -25,6 +25,8 @@ use crate::threads::{self, Watch};
 const PLANNED_ROWS: usize = 1 << 20;
 /// The time to decode a byte, relative to the time to copy one. Only balances parts.
 const DECODING: u64 = 8;
+/// Parts whose files are hinted before they are decoded: some MiB.
+const PARTS_AHEAD: usize = 6;
 
 /// The located rows of a span, sorted by file and address.
 struct Located {
@@ -149,7 +151,13 @@ fn gather_by_file<L: Layout + ?Sized>(
     for group in groups {
         ranges[group.part as usize].push(group.first..group.end);
     }
-    let work = |_, (ranges, mut out): (Vec<Range<u64>>, Out<'_>), stop: &threads::Stop| {
+    // Each part hints the files of a later one, so that a cold disk always has reads to do.
+    let ahead: Vec<Vec<u64>> = ranges[decoded..].iter().map(|ranges| files_in(files, ranges)).collect();
+    ahead.iter().take(PARTS_AHEAD).for_each(|files| job.files.will_need(files));
+    let work = |part: Option<usize>, (ranges, mut out): (Vec<Range<u64>>, Out<'_>), stop: &threads::Stop| {
+        if let Some(later) = part.and_then(|part| ahead.get(part + PARTS_AHEAD)) {
+            job.files.will_need(later);
+        }
         let mut entries = vec![];
         for range in ranges {
             take_entries(job, located, &range, &mut entries);
@@ -159,8 +167,16 @@ fn gather_by_file<L: Layout + ?Sized>(
     // Decoded files first, before the cache evicts them for others.
     let mut others: Vec<_> = ranges.into_iter().zip(outs).collect();
     let first: Vec<_> = others.drain(..decoded).collect();
-    threads::for_each(first, &work, &mut *watch)?;
-    threads::for_each(others, &work, watch)
+    threads::for_each(first, &|_, part, stop| work(None, part, stop), &mut *watch)?;
+    threads::for_each(others, &|number, part, stop| work(Some(number), part, stop), watch)
+}
+
+/// The files of sorted `files` that are in these ranges, in the order of the ranges.
+fn files_in(files: &[u64], ranges: &[Range<u64>]) -> Vec<u64> {
+    let within = |range: &Range<u64>| {
+        &files[files.partition_point(|file| *file < range.start)..files.partition_point(|file| *file < range.end)]
+    };
+    ranges.iter().flat_map(within).copied().collect()
 }
 
 /// Appends the entries of some files, in order, with their rows in the whole output.

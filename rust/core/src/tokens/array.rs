@@ -402,13 +402,12 @@ impl TokenArray {
         }
         let key = || self.key(shard, piece, (block, blocks.numbers(0)));
         let decode = || {
-            let whole = unit.read()?;
-            if let Some(at) = blocks.stored(&whole, block) {
-                return Ok(Some(Planes::whole(whole[at..at + numbers * item].to_vec(), item, numbers)));
-            }
             // The first time only as far as needed, the second time in full.
             let upto = if self.cache.get(key()).is_some() { numbers } else { upto };
-            blocks.decode(&whole, block, upto).map(Some).map_err(|e| unit.bad(e))
+            unit.decode(|whole| match blocks.stored(whole, block) {
+                Some(at) => Ok(Some(Planes::whole(whole[at..at + numbers * item].to_vec(), item, numbers))),
+                None => blocks.decode(whole, block, upto).map(Some).map_err(|e| unit.bad(e)),
+            })
         };
         let planes = self.cache.get_or_load(key(), |planes| planes.numbers() >= upto, decode)?;
         Ok(planes.map_or(ChunkBytes::Fill, |planes| ChunkBytes::Decoded(planes, first)))
@@ -419,12 +418,11 @@ impl TokenArray {
         let (numbers, bytes) = (self.meta.inner as usize, self.inner_bytes());
         let location = unit.source.location();
         let decode = || {
-            let encoded = unit.read()?;
-            let made = match &self.foreign {
-                Some(coded) => coded.decode_unit(encoded.into_owned(), bytes as u64, location),
-                None => self.decode_frame(&encoded, bytes, location),
+            let decoded = match &self.foreign {
+                Some(coded) => coded.decode_unit(unit, bytes as u64),
+                None => unit.decode(|frame| self.decode_frame(frame, bytes, location).map_err(|e| e.byte(unit.offset))),
             };
-            Ok(Some(Planes::whole(made.map_err(|e| e.byte(unit.offset))?, self.meta.item(), numbers)))
+            Ok(Some(Planes::whole(decoded?, self.meta.item(), numbers)))
         };
         let planes = self.cache.get_or_load(self.key(shard, piece, WHOLE), |_| true, decode)?;
         Ok(planes.map_or(ChunkBytes::Fill, |planes| ChunkBytes::Decoded(planes, piece.first)))

@@ -110,6 +110,8 @@ proptest! {
         log in 0usize..4,
         zeros in 0u32..30,
         repeats in 0usize..5,
+        copies in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 0..20),
+        copied in prop::bool::ANY,
     ) {
         let (typesize, width) = (1usize << log, scale.len());
         let mut state = seed;
@@ -123,8 +125,15 @@ proptest! {
             }
         }
         let mut rows = cleared(&rows, typesize, zeros.min(8 * typesize as u32 - 1));
+        let row = width * typesize;
+        if copied && count > 0 {
+            for (from, to) in copies {
+                let from = from.index(count) * row;
+                rows.copy_within(from..from + row, to.index(count) * row);
+            }
+        }
         for _ in 0..repeats.min(count) {
-            rows.extend_from_within(rows.len() - width * typesize..);
+            rows.extend_from_within(rows.len() - row..);
         }
         let block = encode(&rows, typesize, width).unwrap();
         prop_assert!(block.len() <= rows.len() + HEADER);

@@ -3,7 +3,7 @@
 //! Each value is rotated left by one bit: the highest byte of a bfloat16 or float32 is then its exponent. Its sign, now the lowest
 //! bit, moves up over the bits that are 0 in all values, as in float32 values that were float16. The first bytes of all values form
 //! a plane, then the second bytes, and so on. A plane is raw, one constant, or a prefix code in four streams
-//! ([`code`], [`table`]). Trailing rows of zeros, or copies of the row before them, are counted only.
+//! ([`code`], [`table`]). Repeated rows are stored once ([`repeats`]).
 //!
 //! A block is little-endian and begins with a header of 24 bytes:
 //!
@@ -16,15 +16,19 @@
 //! | 16..20 | stored rows |
 //! | 20 | bytes of a value: 1, 2, 4 or 8 |
 //! | 21 | way of the stored rows: 0 raw, 1 planes |
-//! | 22 | rows after the stored ones: 0 none, 1 zeros, 2 copies of the last stored row |
+//! | 22 | rows that are not stored: 0 none, 1 zeros after the stored ones, 2 copies of the last stored one after it, 3 any copies |
 //! | 23 | the bit of the sign in a rotated value |
+//!
+//! If any rows are copies, an index follows the header: the number of the stored row of each row.
 
 mod code;
+mod repeats;
 mod table;
 
 use std::cell::Cell;
 
 use self::code::{damaged, number};
+use self::repeats::{COPIES, INDEXED, RowIndex, StoredRows};
 use crate::error::{Error, Kind, Result};
 use crate::kernels::planes::{Plane, merge, split};
 use crate::memory;
@@ -35,10 +39,6 @@ const MAGIC: [u8; 4] = *b"APL1";
 
 const RAW: u8 = 0;
 const PLANES: u8 = 1;
-
-const NONE: u8 = 0;
-const ZEROS: u8 = 1;
-const COPIES: u8 = 2;
 
 const RAW_PLANE: u8 = 0;
 const CONSTANT_PLANE: u8 = 1;
@@ -62,7 +62,7 @@ struct BlockHeader {
     stored: usize,
     typesize: usize,
     way: u8,
-    tail: u8,
+    repeats: u8,
     sign: u32,
 }
 
@@ -81,10 +81,10 @@ impl BlockHeader {
             stored: number(head, 16),
             typesize: usize::from(head[20]),
             way: head[21],
-            tail: head[22],
+            repeats: head[22],
             sign: u32::from(head[23]),
         };
-        let BlockHeader { encoded, decoded, row, stored, typesize, way, tail, sign } = header;
+        let BlockHeader { encoded, decoded, row, stored, typesize, way, repeats, sign } = header;
         let wrong = |at: usize, expected: &str, found: usize| {
             Err(damaged(format!("byte {at}: expected {expected}, found {found}")))
         };
@@ -106,10 +106,9 @@ impl BlockHeader {
         if way > PLANES {
             return wrong(21, "way 0 or 1", usize::from(way));
         }
-        let is_whole = stored == decoded / row;
-        if tail > COPIES || (tail == NONE) != is_whole || (tail == COPIES && stored == 0) {
+        if !repeats::is_possible(repeats, stored, decoded / row) {
             let rest = decoded / row - stored;
-            return wrong(22, &format!("a kind of the {rest} rows after {stored} stored ones"), usize::from(tail));
+            return wrong(22, &format!("a kind of the {rest} rows beyond {stored} stored ones"), usize::from(repeats));
         }
         let most = if way == PLANES { 8 * typesize - 1 } else { 0 };
         if sign as usize > most {
@@ -146,17 +145,30 @@ pub fn encode(rows: &[u8], typesize: usize, width: usize) -> Result<Vec<u8>> {
     if rows.len() > MOST - HEADER - 8 {
         return Err(invalid(format!("expected at most {} bytes, found {}", MOST - HEADER - 8, rows.len())));
     }
-    let (stored, tail) = without_tail(rows, row);
-    let kept = &rows[..stored * row];
-    let mut block = memory::reserve((HEADER + kept.len() + typesize) as u64)?;
-    block.resize(HEADER, 0);
-    let (mut way, mut sign) = (PLANES, append_planes(&mut block, kept, typesize)?);
-    if block.len() >= HEADER + kept.len() {
-        (way, sign) = (RAW, 0);
-        block.truncate(HEADER);
-        block.extend_from_slice(kept);
+    let stored = StoredRows::without_tail(rows, row);
+    let Some(distinct) = stored.distinct(rows, row)? else { return block_of(&stored, rows.len(), row, typesize) };
+    let block = block_of(&distinct, rows.len(), row, typesize)?;
+    // The other rows take as much as the distinct ones each, or almost nothing, if all rows are alike.
+    if distinct.index.len() < (block.len() - HEADER) / 2 {
+        return Ok(block);
     }
-    let lengths = [block.len(), rows.len(), row, stored];
+    let plain = block_of(&stored, rows.len(), row, typesize)?;
+    Ok(if block.len() < plain.len() { block } else { plain })
+}
+
+/// The block of stored rows, which decode to `decoded` bytes.
+fn block_of(stored: &StoredRows<'_>, decoded: usize, row: usize, typesize: usize) -> Result<Vec<u8>> {
+    let body = HEADER + stored.index.len();
+    let mut block = memory::reserve((body + stored.bytes.len() + typesize) as u64)?;
+    block.resize(HEADER, 0);
+    block.extend_from_slice(&stored.index);
+    let (mut way, mut sign) = (PLANES, append_planes(&mut block, &stored.bytes, typesize)?);
+    if block.len() >= body + stored.bytes.len() {
+        (way, sign) = (RAW, 0);
+        block.truncate(body);
+        block.extend_from_slice(&stored.bytes);
+    }
+    let lengths = [block.len(), decoded, row, stored.count];
     block[..4].copy_from_slice(&MAGIC);
     for (field, length) in block[4..20].chunks_exact_mut(4).zip(lengths) {
         // All are at most 2^31.
@@ -165,23 +177,9 @@ pub fn encode(rows: &[u8], typesize: usize, width: usize) -> Result<Vec<u8>> {
     // At most 8, and below 64.
     block[20] = u8::try_from(typesize).unwrap_or(0);
     block[21] = way;
-    block[22] = tail;
+    block[22] = stored.kind;
     block[23] = u8::try_from(sign).unwrap_or(0);
     Ok(block)
-}
-
-/// The number of rows to store, and the kind of those after them.
-fn without_tail(rows: &[u8], row: usize) -> (usize, u8) {
-    let count = rows.len() / row;
-    let Some((rest, last)) = rows.rchunks_exact(row).next().map(|last| (&rows[..rows.len() - row], last)) else {
-        return (0, NONE);
-    };
-    let copies = rest.rchunks_exact(row).take_while(|earlier| *earlier == last).count();
-    if last.iter().all(|byte| *byte == 0) {
-        (count - 1 - copies, ZEROS)
-    } else {
-        (count - copies, if copies > 0 { COPIES } else { NONE })
-    }
 }
 
 /// Appends the planes of rows; returns the bit of the sign.
@@ -234,40 +232,51 @@ pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
     if decoded as u64 > limit {
         return Err(damaged(format!("byte 8: expected at most {limit} decoded bytes, found {decoded}")));
     }
-    let body = &block[HEADER..];
+    let index = match header.repeats {
+        INDEXED => Some(RowIndex::parse(block, HEADER, decoded / row, stored)?),
+        _ => None,
+    };
+    let body = HEADER + index.map_or(0, |index| index.len());
     let kept = stored * row;
-    if header.way == RAW && body.len() != kept {
-        return Err(damaged(format!("byte {HEADER}: expected {kept} raw bytes, found {}", body.len())));
+    if header.way == RAW && block.len() - body != kept {
+        return Err(damaged(format!("byte {body}: expected {kept} raw bytes, found {}", block.len() - body)));
     }
     let mut rows = memory::reserve(decoded as u64)?;
     if header.way == RAW {
-        rows.extend_from_slice(body);
+        rows.extend_from_slice(&block[body..]);
     } else {
         SCRATCH.with(|kept_scratch| {
             let mut scratch = kept_scratch.take();
-            let unpacked = unpack_planes(block, &header, &mut scratch, &mut rows);
+            let unpacked = unpack_planes(block, body, &header, &mut scratch, &mut rows);
             if scratch.capacity() <= KEPT {
                 kept_scratch.set(scratch);
             }
             unpacked
         })?;
     }
-    match header.tail {
-        COPIES => {
-            for _ in stored..decoded / row {
-                rows.extend_from_within(kept - row..kept);
-            }
+    if header.repeats == COPIES {
+        for _ in stored..decoded / row {
+            rows.extend_from_within(kept - row..kept);
         }
-        _ => memory::resize(&mut rows, decoded as u64)?,
+    }
+    memory::resize(&mut rows, decoded as u64)?;
+    if let Some(index) = index {
+        index.expand(&mut rows, row);
     }
     Ok(rows)
 }
 
-/// Appends the stored rows of a block in planes.
-fn unpack_planes(block: &[u8], header: &BlockHeader, scratch: &mut Vec<u8>, rows: &mut Vec<u8>) -> Result<()> {
+/// Appends the stored rows of a block in planes, which begin at byte `body`.
+fn unpack_planes(
+    block: &[u8],
+    body: usize,
+    header: &BlockHeader,
+    scratch: &mut Vec<u8>,
+    rows: &mut Vec<u8>,
+) -> Result<()> {
     let BlockHeader { row, stored, typesize, sign, .. } = *header;
     let n = stored * row / typesize;
-    let mut at = HEADER;
+    let mut at = body;
     let mut planes = [StoredPlane::Plain(Plane::Constant(0)); 8];
     let mut used = 0;
     for (number, plane) in planes[..typesize].iter_mut().enumerate() {
