@@ -143,8 +143,7 @@ def open(path: Location, options: Options) -> Contents:
     members, metadata, manifest = stores_of(path)
     first = members[0]
     arrays = [a for m in members for a in m.arrays]
-    assert first.arrays[0].dtype is not None
-    dtype = first.arrays[0].dtype
+    dtype = first.row_dtype
     numbers = iter(range(len(arrays)))
     lengths = [
         m0 if all(isinstance(part, int) and part == m0 for part in parts) else _join_lengths(parts, members)
@@ -152,7 +151,7 @@ def open(path: Location, options: Options) -> Contents:
         for m0 in (parts[0],)
     ]
     rows = Rows.chunked(
-        [native(a) for a in arrays],
+        [native(a, scaled=m.scaling is not None) for m in members for a in m.arrays],
         [(m.n, [next(numbers) for _ in m.arrays]) for m in members],
         lengths,
         num_groups=first.num_layers,
@@ -161,6 +160,7 @@ def open(path: Location, options: Options) -> Contents:
         decoded_memory=options.decoded_memory,
         descr=dtype,
         io=options.io,
+        scales=[None if m.scaling is None else m.scaling.for_core() for m in members for _ in m.arrays],
     )
     warnings = _warnings(members, rows.decodes, dtype)
     n = sum(m.n for m in members)
@@ -185,7 +185,7 @@ def open(path: Location, options: Options) -> Contents:
         rows=rows,
         column_names=_LaterNames(members) if path.is_remote else _column_names(members),
         columns=lambda names: _columns(path, members, names),
-        files=lambda: [a.path_of(coords).place for a in arrays for coords in a.chunk_files()],
+        files=lambda: [a.path_of(coords).place for m in members for a in m.row_arrays for coords in a.chunk_files()],
         columns_in=lambda: [location.place for member in members for location in member.columns_in()],
         model=None if model is None else utf8(model),
         provenance=_provenance(metadata, members, manifest),
@@ -247,6 +247,8 @@ def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: b
     provenance = {
         k: utf8(v) if isinstance(v, str) else v for k in provenance_fields if (v := metadata.get(k)) is not None
     }
+    if (scaling := members[0].scaling) is not None:
+        provenance["stored_dtype"] = scaling.described
     provenance |= {"zarr_format": members[0].version, "chunks": list(members[0].arrays[0].chunks)}
     return provenance | ({"stores": len(members)} if len(members) > 1 or manifest else {})
 
