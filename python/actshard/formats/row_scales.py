@@ -249,7 +249,7 @@ class RowScaling:
         return _native.raise_largest(block.bytes, self.width, lengths, len(self.layers), self._largest)
 
     def surveyed(self, source: str) -> None:
-        """Determines the scales from the rows of :meth:`survey`. A channel without a value other than zero has its layer's scale."""
+        """Determines the scales from the rows of :meth:`survey`. A channel of zeros has the largest scale of its layer."""
         assert self._largest is not None
         largest = np.where(self._largest > 0, self._largest, self._largest.max(axis=1, keepdims=True))
         self.values = np.maximum(largest / np.float32(127), np.float32(1e-12)).astype(np.float32)
@@ -304,8 +304,8 @@ class RowScaling:
         """The error about a row that int8 cannot express."""
         example, layer = divmod(refused[0], len(self.layers))
         return DtypeError(
-            f"example {first + example}, layer {plain(self.layers[layer])}, token {refused[1]}: expected finite values for int8 with "
-            "scales, found NaN, infinity, or a value at the end of float32's range. Leave the example out, or store a float dtype."
+            f"example {first + example}, layer {plain(self.layers[layer])}, token {refused[1]}: expected finite values for int8 "
+            "with scales, found NaN, infinity, or a value at the end of float32's range. Leave the example out, or store floats."
         )
 
     def as_read(self, block: Block) -> NDArray[np.generic]:

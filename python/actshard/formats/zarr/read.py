@@ -162,7 +162,7 @@ def open(path: Location, options: Options) -> Contents:
         io=options.io,
         scales=[None if m.scaling is None else m.scaling.for_core() for m in members for _ in m.arrays],
     )
-    warnings = _warnings(members, rows.decodes, dtype)
+    warnings = _warnings(members, rows.decodes)
     n = sum(m.n for m in members)
 
     def counts() -> NDArray[np.int64]:
@@ -199,16 +199,16 @@ _PLAIN_SHARDS = frozenset(("sharding_indexed", "bytes", "crc32c"))
 """Codecs of shards whose inner chunks are not compressed."""
 
 
-def _warnings(members: Sequence[Member], decodes: bool, dtype: np.dtype[Any]) -> list[Remark]:
+def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
     remarks = [(member, remark) for member in members for remark in (*member.warnings, *member.missing_values())]
     warnings = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
     if not members[0].path.lists:
         warnings.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
     coded_arrays = [(m, a) for m in members for a in m.arrays if a.how] if decodes else []
-    plain_sizes = [math.prod(a.chunks) for _, a in coded_arrays if _is_remote_plain(a)]
+    plain_sizes = [math.prod(a.chunks) * a.dtype.itemsize for _, a in coded_arrays if a.dtype and _is_remote_plain(a)]
     if plain_sizes:
-        size = max(plain_sizes) * dtype.itemsize
+        size = max(plain_sizes)
         warnings.append(
             Remark(
                 "layout",
@@ -248,7 +248,8 @@ def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: b
         k: utf8(v) if isinstance(v, str) else v for k in provenance_fields if (v := metadata.get(k)) is not None
     }
     if (scaling := members[0].scaling) is not None:
-        provenance["stored_dtype"] = scaling.described
+        provenance["stored_dtype"] = scaling.form
+        provenance |= {} if scaling.error is None else {"stored_error": scaling.error}
     provenance |= {"zarr_format": members[0].version, "chunks": list(members[0].arrays[0].chunks)}
     return provenance | ({"stores": len(members)} if len(members) > 1 or manifest else {})
 

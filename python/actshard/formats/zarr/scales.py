@@ -49,15 +49,20 @@ class StoredScales:
         return self.meta.shape[3]
 
     @property
-    def described(self) -> str:
-        """The kind of scales, and the error that was measured when the rows were written."""
-        kind, source, error = (self.about.get(name) for name in ("kind", "scales_from", "relative_error"))
+    def form(self) -> str:
+        """The kind of scales, and the rows from which they were determined."""
+        kind, source = self.about.get("kind"), self.about.get("scales_from")
         text = f"int8, scale per {WORDS[kind]}" if isinstance(kind, str) and kind in WORDS else "int8 with scales"
-        text += f" (from {source})" if isinstance(source, str) and self.values is not None else ""
-        cosine, saturated = self.about.get("cosine"), self.about.get("saturated")
-        if isinstance(error, float | int) and isinstance(cosine, float | int):
-            text += f"; relative error {error:.2g}, mean cosine {cosine:.6f}"
-        return text + (f", {saturated:,} values saturated" if type(saturated) is int else "")
+        return text + (f", from {source}" if isinstance(source, str) and self.values is not None else "")
+
+    @property
+    def error(self) -> str | None:
+        """The error that was measured when the rows were written."""
+        numbers = [self.about.get(name) for name in ("relative_error", "cosine", "saturated")]
+        if not all(isinstance(number, int | float) for number in numbers):
+            return None
+        error, cosine, saturated = numbers
+        return f"relative error {error:.2g}, mean cosine {cosine:.6f}, {saturated:,} values saturated"
 
     def for_core(self) -> tuple[str, int, Any]:
         """Arguments of the native ``Rows.chunked``."""

@@ -220,12 +220,13 @@ class ZarrTarget(Target):
     def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
         if self.scaling is None:
             return super().further_losses(columns)
-        stored = f"rows are stored as int8 with a scale per {WORDS[self.scaling.kind]}"
-        loss: object = self.scaling.loss if self.n else "convert() measures the error"
-        if not self.n and (self.root / "meta" / "config.json").is_file():
-            member = Member(Location.at(self.root))
-            loss = "" if member.scaling is None else member.scaling.described
-        return [*super().further_losses(columns), ("scales", f"{stored}: {loss}")]
+        loss: str | None = str(self.scaling.loss) if self.n else "convert() measures the error"
+        if not self.n and (self.root / "meta" / "config.json").is_file():  # finished by an earlier call
+            stored = Member(Location.at(self.root)).scaling
+            loss = None if stored is None else stored.error
+        form = f"rows are stored as int8 with a scale per {WORDS[self.scaling.kind]}"
+        detail = form if loss is None else f"{form}: {loss}"
+        return [*super().further_losses(columns), ("scales", detail)]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
