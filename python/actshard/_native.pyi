@@ -67,6 +67,8 @@ __all__ = [
     "parse_safetensors",
     "placed_rows",
     "quantise",
+    "quantise_spans",
+    "raise_largest",
     "read_array",
     "read_arrays",
     "read_torch",
@@ -91,6 +93,9 @@ _ChunkArray = tuple[
     list[int] | bytes,
     bool,
     tuple[str | PathLike[str], str, bool] | Callable[[list[int]], bytes] | None,
+]
+_ChunkScales = tuple[
+    str, int, NDArray[np.float32] | tuple[str | PathLike[str], bytes, bool] | Callable[[list[int]], bytes | None]
 ]
 _Shard = tuple[str | PathLike[str], bool, int | None, bytes | None, int, tuple[int, int], list[int], int]
 _SelectedTokens = (
@@ -284,6 +289,19 @@ def quantise(
     codes: NDArray[np.uint8],
     scales: NDArray[np.float32],
 ) -> tuple[float, float, float, float, int, int, int, int, int | None]: ...
+def raise_largest(
+    rows: NDArray[np.uint8], width: int, lengths: NDArray[np.int64], layers: int, largest: NDArray[np.float32]
+) -> tuple[int, int] | None: ...
+def quantise_spans(
+    rows: NDArray[np.uint8],
+    width: int,
+    lengths: NDArray[np.int64],
+    layers: int,
+    parts: int,
+    codes: NDArray[np.int8],
+    scales: NDArray[np.float32],
+    own: bool,
+) -> tuple[NDArray[np.float64], NDArray[np.uint64], tuple[int, int] | None]: ...
 def count_overflows(array: NDArray[np.generic], dtype: object) -> int: ...
 def hash_rows(rows: NDArray[np.uint8], row_bytes: int, counts: NDArray[np.int64]) -> NDArray[np.uint64]: ...
 def encode_shard_index(entries: NDArray[np.uint64]) -> NDArray[np.uint8]: ...
@@ -443,6 +461,7 @@ class Rows:
         decoded_memory: int,
         descr: np.dtype[np.generic],
         io: str,
+        scales: list[_ChunkScales | None] = ...,
     ) -> Rows: ...
     @staticmethod
     def shards(shards: list[_Shard], *, layers: list[int], decoded_memory: int, io: str) -> Rows: ...

@@ -175,6 +175,20 @@ def read(
     memory[np.repeat(offsets, copied_counts) + positions] = selected_rows
 
 
+def survey(request: ConversionRequest, target: Target) -> None:
+    """Reads all rows once for a target with a setting that depends on them. Raises DtypeError for rows that it refuses."""
+    if not target.surveys:
+        return
+    position = 0
+    for ids, counts, _ in blocks(request, target, 0):
+        lengths = lengths_of(target, counts)
+        memory = np.empty((int(np.maximum(lengths, 0).sum()), target.spec.d_model), target.dtype)
+        read(request, ids, counts, lengths, memory)
+        target.survey(Block(memory, lengths), position)
+        position += len(ids)
+    target.surveyed()
+
+
 def lengths_of(target: Target, counts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Returns the result's tokens ``(n, layers)`` for source tokens ``counts``. A lacking layer gets the length of the longest."""
     if target.tokens is not None:

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard import _arguments, formats
 from actshard._arguments import many
-from actshard.converting.blocks import blocks, copy_blocks, lengths_of, read
+from actshard.converting.blocks import blocks, copy_blocks, lengths_of, read, survey
 from actshard.converting.column_differences import ColumnComparison
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
@@ -300,6 +300,7 @@ def _write(
         (lambda position, size: None) if progress is None else (lambda position, size: progress(position, total, size))
     )
     try:
+        survey(request, target)
         size = copy_blocks(request, sink, columns, (resumed_at, total, resumed_at), overflow, report_progress)
         columns.turned |= sink.columns.changes
         if (difference := changed_read(inputs, request.store, "the conversion began")) is not None:
@@ -404,6 +405,7 @@ def _difference(
         return f"expected {request.count} examples, found {result.num_examples}", 0
     if result.dtype != target.dtype:
         return f"expected {target.dtype}, found {result.dtype}", 0
+    survey(request, target)
     if len(positions) < request.count:
         ids = positions if request.examples is None else request.examples[positions]
         request = replace(request, examples=ids)

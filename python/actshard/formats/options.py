@@ -19,6 +19,10 @@ FormatVersion = Literal[2, 3, 4]
 """Versions of a format: 2 or 3 of Zarr, 2 or 4 of DeepSpec's target caches."""
 
 
+ScaleKind = Literal["token", "whole", "layer", "channel", "block32", "block64"]
+"""Kinds of scales: Zarr stores have no "whole", and speculators' files no blocks."""
+
+
 class SaevOptions(TypedDict, total=False):
     """Options of saev."""
 
@@ -41,6 +45,7 @@ class ZarrOptions(TypedDict, total=False):
 
     version: FormatVersion
     pack: Literal["lossless", "zstd", "blosc"]
+    scales: ScaleKind
     chunk_tokens: int
     t_max: int
 
@@ -68,7 +73,7 @@ class SpeculatorsOptions(TypedDict, total=False):
     """Options of speculators' training data."""
 
     last: Layer | None
-    scales: Literal["token", "whole", "layer", "channel"]
+    scales: ScaleKind
 
 
 class SpecForgeOptions(TypedDict, total=False):

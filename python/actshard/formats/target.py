@@ -333,6 +333,17 @@ class Target(ABC):
         """
         return []
 
+    @property
+    def surveys(self) -> bool:
+        """Whether a setting depends on all rows, so that a conversion reads them once before it writes: see :meth:`survey`."""
+        return False
+
+    def survey(self, block: Block, first: int) -> None:  # noqa: B027 -- most formats have no such setting
+        """Takes rows into account. ``first``: number of the block's first example. Raises DtypeError for rows that are refused."""
+
+    def surveyed(self) -> None:  # noqa: B027 -- as above
+        """Determines the setting, after the last block."""
+
     def as_read(self, block: Block) -> NDArray[np.generic]:
         """The rows of a block as the finished dataset returns them. They differ if the format stores approximations."""
         return block.memory
@@ -347,6 +358,11 @@ class Target(ABC):
             "metadata": self.spec.metadata,
             "part": None if self.spec.part is None else list(self.spec.part),
         }
+
+    @property
+    def column_options(self) -> dict[str, Any]:
+        """Options with which rows of one element can be written, to find out what becomes of columns."""
+        return self.spec.options
 
     def adopt(self, config: dict[str, Any]) -> None:
         """Adopts the settings that an earlier writer determined."""

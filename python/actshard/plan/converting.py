@@ -28,7 +28,7 @@ import actshard._native as _native
 from actshard import _arguments, formats
 from actshard._arguments import many
 from actshard._schema import json_values
-from actshard.converting.blocks import copy_blocks
+from actshard.converting.blocks import copy_blocks, survey
 from actshard.converting.columns import Columns, NumbersMatterError
 from actshard.converting.planning import (
     OVERFLOW,
@@ -192,6 +192,7 @@ def _make_plan(
     columns = prepare_columns(request, target, every=True)  # before the layout, which then finds the lengths cached
     layout = Layout.of(request, target)
     layout.settle(request, target)
+    survey(request, target)
     if not request.kind.ragged:
         sizes["tokens_per_example"] = target.tokens
     pairs = tuple(zip(request.layers, request.names, strict=True))

@@ -106,6 +106,7 @@ def is_separate(target: Target, name: str) -> bool:
 def _read_back(target: Target, table: pa.Table, folder: Path) -> Mapping[str, object]:
     """Columns of a dataset of these examples with rows of one element, as read from its files."""
     spec = replace(target.spec, path=folder, d_model=1, num_examples=None, part=None, whole=None, shard_bytes=None)
+    spec = replace(spec, options=target.column_options)
     small = type(target)(spec)
     small.adopt(target.config())
     small.dtype = small.dtype or np.dtype(np.float32)

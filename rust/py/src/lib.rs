@@ -343,6 +343,8 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(write::copy_range, m)?)?;
     m.add_function(wrap_pyfunction!(write::cast_into, m)?)?;
     m.add_function(wrap_pyfunction!(write::quantise, m)?)?;
+    m.add_function(wrap_pyfunction!(write::quantise_spans, m)?)?;
+    m.add_function(wrap_pyfunction!(write::raise_largest, m)?)?;
     m.add_function(wrap_pyfunction!(write::count_overflows, m)?)?;
     m.add_function(wrap_pyfunction!(write::hash_rows, m)?)?;
     m.add_function(wrap_pyfunction!(write::encode_shard_index, m)?)?;

@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use actshard_core::arrays::coded::CodedArray;
+use actshard_core::arrays::coded::{CodedArray, Decode};
 use actshard_core::arrays::naming::Naming;
 use actshard_core::files::Files;
+use actshard_core::files::chunk_scales::ChunkScales;
 use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content};
 use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
@@ -60,6 +61,49 @@ enum DecodedBy {
     Core(NamedPlace, Vec<u8>, bool),
     /// A Python function that calls another library: indices in, bytes out.
     Python(Py<PyAny>),
+}
+
+impl DecodedBy {
+    fn decoder(self) -> Box<dyn Decode> {
+        match self {
+            DecodedBy::Core(folder, metadata, inner) => {
+                let store = store_of(&folder, Io::Pread);
+                Box::new(CodedArray::of(store, &folder.location, &metadata, inner))
+            }
+            DecodedBy::Python(decode) => Box::new(decoding::Callback(decode)),
+        }
+    }
+}
+
+/// The scales of a chunked array, as passed to [`Rows::chunked`]: the type of its codes, scales per row, and where they are.
+type ChunkScalesTuple<'py> = (String, u64, ScalesBy<'py>);
+
+#[derive(FromPyObject)]
+enum ScalesBy<'py> {
+    /// Those of each layer.
+    Groups(PyReadonlyArray1<'py, f32>),
+    /// Those of each row, in an array with this decoder.
+    Chunks(DecodedBy),
+}
+
+fn chunk_scales(py: Python<'_>, (code, parts, scales): ChunkScalesTuple<'_>) -> PyResult<ChunkScales> {
+    let code = dtype_of(py, &code)?;
+    Ok(match scales {
+        ScalesBy::Groups(scales) => {
+            ChunkScales::of_groups(code, parts, scales.as_slice()?).map_err(|e| errors::raise(py, &e))?
+        }
+        ScalesBy::Chunks(decoder) => ChunkScales::of_rows(code, parts, decoder.decoder()),
+    })
+}
+
+fn chunk_array(py: Python<'_>, array: ChunkArrayTuple, scales: Option<ChunkScalesTuple<'_>>) -> PyResult<ChunkArray> {
+    let (folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded) = array;
+    let unknown = || errors::raise(py, &Error::new(Kind::Internal, "unknown names of chunks"));
+    let content = coded.map_or(Content::Plain { swapped }, |coded| Content::Coded(coded.decoder()));
+    let naming = Naming::of(&prefix, &separator).ok_or_else(unknown)?;
+    let scales = scales.map(|scales| chunk_scales(py, scales)).transpose()?;
+    let (folder, metadata) = (folder.location, metadata.location);
+    Ok(ChunkArray { folder, metadata, naming, shape, chunk, fill, content, scales })
 }
 
 /// The examples of [`Rows::choose`].
@@ -306,9 +350,10 @@ impl Rows {
     }
 
     /// Rows of chunked arrays: `members` are (examples, indices of arrays in token order), `lengths` has one entry per array
-    /// of a member: its number of tokens, for all examples or for each.
+    /// of a member: its number of tokens, for all examples or for each. `scales` are those of arrays of codes, whose rows are their
+    /// products.
     #[staticmethod]
-    #[pyo3(signature = (arrays, members, lengths, *, num_groups, width, dtype, decoded_memory, descr, io))]
+    #[pyo3(signature = (arrays, members, lengths, *, num_groups, width, dtype, decoded_memory, descr, io, scales=vec![]))]
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn chunked(
         py: Python<'_>,
@@ -321,26 +366,13 @@ impl Rows {
         decoded_memory: u64,
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
+        scales: Vec<Option<ChunkScalesTuple<'_>>>,
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
             let store = remote_store(arrays.iter().map(|(folder, ..)| folder)).map_err(|e| errors::raise(py, &e))?;
-            let arrays = arrays
-                .into_iter()
-                .map(|(folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded)| {
-                    let unknown = || errors::raise(py, &Error::new(Kind::Internal, "unknown names of chunks"));
-                    let content = match coded {
-                        None => Content::Plain { swapped },
-                        Some(DecodedBy::Core(folder, metadata, inner)) => {
-                            let store = store_of(&folder, Io::Pread);
-                            Content::Coded(Box::new(CodedArray::of(store, &folder.location, &metadata, inner)))
-                        }
-                        Some(DecodedBy::Python(decode)) => Content::Coded(Box::new(decoding::Callback(decode))),
-                    };
-                    let naming = Naming::of(&prefix, &separator).ok_or_else(unknown)?;
-                    let (folder, metadata) = (folder.location, metadata.location);
-                    Ok(ChunkArray { folder, metadata, naming, shape, chunk, fill, content })
-                })
-                .collect::<PyResult<_>>()?;
+            let scales = scales.into_iter().chain(std::iter::repeat_with(|| None));
+            let arrays = arrays.into_iter().zip(scales).map(|(array, scales)| chunk_array(py, array, scales));
+            let arrays = arrays.collect::<PyResult<_>>()?;
             let lengths = lengths
                 .iter()
                 .map(|each| match each.extract::<u64>() {

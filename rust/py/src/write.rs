@@ -6,11 +6,14 @@ use actshard_core::arrays::{index, packing};
 use actshard_core::dtype::{Cast, DType};
 use actshard_core::gather::cast;
 use actshard_core::kernels::quantise::Quantised;
-use actshard_core::kernels::scaled::ScaledCode;
+use actshard_core::kernels::scaled::{Product, ScaledCode};
 use actshard_core::scan;
-use actshard_core::write::{self, Digested, Piece, Target};
-use actshard_core::{Error, Kind};
-use numpy::{IntoPyArray, PyArray1, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray, PyUntypedArrayMethods};
+use actshard_core::write::{self, Digested, Piece, RefusedRow, Spans, Target};
+use actshard_core::{Error, Kind, memory};
+use numpy::{
+    IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
+    PyUntypedArrayMethods,
+};
 use pyo3::prelude::*;
 
 use crate::arguments::{dtype_of, helper};
@@ -155,7 +158,8 @@ pub fn quantise(
             other => return Err(refuse(format!("codes of {}", other.name()))),
         };
         let shape = [shape.0, shape.1, shape.2];
-        let how = Quantised { code, shape, per: [per.0, per.1, per.2] };
+        let per = [per.0, per.1, per.2];
+        let how = Quantised { code, of: Product::BF16, shape, per, joined: false };
         let elements = shape.iter().try_fold(1usize, |n, axis| n.checked_mul(*axis)).filter(|n| *n < 1 << 60);
         let rows = rows.as_slice()?;
         let (mut codes, mut scales) = (buffer::Claim::new(&codes, "codes")?, buffer::Claim::new(&scales, "scales")?);
@@ -178,6 +182,94 @@ pub fn quantise(
         })?;
         let sums = (lost.largest, lost.worst_row, lost.errors, lost.squares);
         Ok((sums.0, sums.1, sums.2, sums.3, lost.saturated, lost.vanished, lost.nan, lost.refused, lost.first_refused))
+    })
+}
+
+/// Raises `largest`, float32 `(layers, parts)`, to the largest finite magnitudes of float32 rows, as bytes, in `parts` equal parts.
+/// `lengths` are the numbers of rows of each example and layer, in this order. Returns the first row with a value that is not
+/// finite: (its place in `lengths`, its token).
+#[pyfunction]
+pub fn raise_largest(
+    py: Python<'_>,
+    rows: PyReadonlyArray1<'_, u8>,
+    width: usize,
+    lengths: PyReadonlyArray1<'_, i64>,
+    layers: usize,
+    largest: Bound<'_, PyUntypedArray>,
+) -> PyResult<Option<RefusedRow>> {
+    detach::guarded(py, || {
+        let (rows, lengths) = (rows.as_slice()?, lengths.as_slice()?);
+        let mut largest = buffer::Claim::new(&largest, "largest")?;
+        if largest.overlaps(rows) {
+            return Err(errors::raise(py, &Error::new(Kind::Argument, "largest: shares memory with the rows")));
+        }
+        let largest = largest.as_mut();
+        detach::detached(py, |watch| {
+            let mut numbers = singles(largest)?;
+            let parts = numbers.len().checked_div(layers).unwrap_or_default();
+            let odd = Spans::new(rows, lengths, layers, width, parts)?.raise(&mut numbers, watch)?;
+            put_singles(&numbers, largest);
+            Ok(odd)
+        })
+    })
+}
+
+/// float32 numbers of bytes.
+fn singles(bytes: &[u8]) -> actshard_core::Result<Vec<f32>> {
+    let mut numbers = memory::reserve((bytes.len() / 4) as u64)?;
+    numbers.extend(bytes.as_chunks::<4>().0.iter().map(|bytes| f32::from_le_bytes(*bytes)));
+    Ok(numbers)
+}
+
+fn put_singles(numbers: &[f32], bytes: &mut [u8]) {
+    for (to, number) in bytes.as_chunks_mut::<4>().0.iter_mut().zip(numbers) {
+        *to = number.to_le_bytes();
+    }
+}
+
+/// Sums of the error of each span, `(spans, 5)`: the largest absolute error, the worst error of a row relative to its norm, and the
+/// sums of squared errors, of squares, and of cosines. Counts of each span, `(spans, 4)`: values that saturated and that became
+/// zero, rows with a cosine, and refused values. The first refused row: (its place in `lengths`, its token).
+type SpanLosses<'py> = (Bound<'py, PyArray2<f64>>, Bound<'py, PyArray2<u64>>, Option<RefusedRow>);
+
+/// int8 codes of float32 rows, as bytes, with scales of each layer, or `own` ones of each row, which are filled. `lengths` as for
+/// [`raise_largest`].
+#[pyfunction]
+#[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+pub fn quantise_spans<'py>(
+    py: Python<'py>,
+    rows: PyReadonlyArray1<'py, u8>,
+    width: usize,
+    lengths: PyReadonlyArray1<'py, i64>,
+    layers: usize,
+    parts: usize,
+    codes: Bound<'py, PyUntypedArray>,
+    scales: Bound<'py, PyUntypedArray>,
+    own: bool,
+) -> PyResult<SpanLosses<'py>> {
+    detach::guarded(py, || {
+        let (rows, lengths) = (rows.as_slice()?, lengths.as_slice()?);
+        let (mut codes, mut scales) = (buffer::Claim::new(&codes, "codes")?, buffer::Claim::new(&scales, "scales")?);
+        if codes.overlaps(rows) || scales.overlaps(rows) {
+            return Err(errors::raise(py, &Error::new(Kind::Argument, "codes: share memory with the rows")));
+        }
+        let (codes, scales) = (codes.as_mut(), scales.as_mut());
+        let losses = detach::detached(py, |watch| {
+            let spans = Spans::new(rows, lengths, layers, width, parts)?;
+            let mut numbers = singles(scales)?;
+            if !own {
+                return spans.encode(codes, &numbers, watch);
+            }
+            let losses = spans.fill(codes, &mut numbers, watch)?;
+            put_singles(&numbers, scales);
+            Ok(losses)
+        })?;
+        let sums = losses.iter().flat_map(|l| [l.largest, l.worst_row, l.errors, l.squares, l.cosines]);
+        let counts = losses.iter().flat_map(|l| [l.saturated, l.vanished, l.angles, l.refused]);
+        let refused = losses.iter().enumerate().find_map(|(span, l)| Some((span, l.first_refused?)));
+        let (sums, counts): (Vec<f64>, Vec<u64>) = (sums.collect(), counts.collect());
+        let n = losses.len();
+        Ok((sums.into_pyarray(py).reshape([n, 5])?, counts.into_pyarray(py).reshape([n, 4])?, refused))
     })
 }
 

@@ -46,8 +46,15 @@ _HUGE = re.compile(rb"(?<![0-9])[0-9]{309}")
 """An integer with so many digits that float64 may be unable to represent it."""
 
 
-def native(meta: ArrayMeta) -> tuple[Any, ...]:
-    """Arguments of the native ``Rows.chunked`` for a 4-D array."""
+def native(meta: ArrayMeta, *, scaled: bool = False) -> tuple[Any, ...]:
+    """Arguments of the native ``Rows.chunked`` for a 4-D array. ``scaled``: its rows are products of its elements and scales."""
+    fill = meta.fill_bytes()
+    if scaled and fill is not None:
+        if any(fill):
+            raise UnsupportedError(
+                f"codes with scales: expected the fill value 0, found {meta.fill!r}", path=meta.metadata
+            )
+        fill = bytes(4)  # zero, as the float32 of the rows
     return (
         meta.folder,
         meta.metadata,
@@ -55,13 +62,13 @@ def native(meta: ArrayMeta) -> tuple[Any, ...]:
         meta.separator,
         list(meta.shape),
         list(meta.chunks),
-        meta.fill_bytes(),
+        fill,
         meta.swapped,
-        _decoded_by(meta),
+        decoded_by(meta),
     )
 
 
-def _decoded_by(meta: ArrayMeta) -> tuple[Location, bytes, bool] | Callable[[list[int]], bytes | None] | None:
+def decoded_by(meta: ArrayMeta) -> tuple[Location, bytes, bool] | Callable[[list[int]], bytes | None] | None:
     """The decoder of an array's chunks: None for plain chunks, the core, or a function that calls the zarr package.
 
     Raises:
@@ -70,7 +77,12 @@ def _decoded_by(meta: ArrayMeta) -> tuple[Location, bytes, bool] | Callable[[lis
     if not meta.how:
         return None
     why = _native.zarr_problem(meta.folder, meta.json)
-    return (meta.folder, meta.json, meta.inner) if why is None else PackageArray(meta, why).chunk
+    return core_decoder(meta) if why is None else PackageArray(meta, why).chunk
+
+
+def core_decoder(meta: ArrayMeta) -> tuple[Location, bytes, bool]:
+    """The decoder of the core, which also reads plain chunks."""
+    return meta.folder, meta.json, meta.inner
 
 
 class ZarrStore:

@@ -49,7 +49,7 @@ def _check_store(member: Member, root: Location, report: Report) -> None:
         for name in member.store.names("arrays"):
             with report.noting(store / "arrays" / name):
                 meta = member.store.array(f"arrays/{name}")
-                if meta is not None and meta.node not in {a.node for a in member.arrays}:
+                if meta is not None and meta.node not in {a.node for a in member.row_arrays}:
                     _check_small(meta, member, report)
     for differs in dict.fromkeys(w for w in member.store.warnings if w.code == "consolidated-differs"):
         report.add("consolidated-differs", root, differs if store == root else f"{store.name}: {differs}")

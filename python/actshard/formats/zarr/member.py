@@ -19,6 +19,7 @@ from actshard.codes import Remark
 from actshard.errors import ActshardError, FormatError, UnsupportedError, warn
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
+from actshard.formats.zarr.scales import stored_scales
 from actshard.location import Location, read_ahead
 
 ACTIVATIONS = "arrays/activations"
@@ -103,6 +104,7 @@ class Member:
         self.n = self.rows
         self.hallulens = activations is None
         self._read_attributes()
+        self.scaling = stored_scales(self.store, activations) if activations is not None else None
         self._index()
         self.lengths = [self._lengths(a) for a in self.arrays]
         self.warnings += self.store.warnings
@@ -165,6 +167,17 @@ class Member:
             )
         if text_only:
             self.metadata = {**self.metadata, "text_only_lines": text_only}
+
+    @property
+    def row_arrays(self) -> list[ArrayMeta]:
+        """The arrays of which rows are made: activations, and the scales of their rows."""
+        return [*self.arrays, *([] if self.scaling is None else [self.scaling.meta])]
+
+    @property
+    def row_dtype(self) -> np.dtype[Any]:
+        """The dtype of rows."""
+        assert self.arrays[0].dtype is not None
+        return self.arrays[0].dtype if self.scaling is None else np.dtype(np.float32)
 
     @cached_property
     def spare(self) -> Spare:
@@ -231,6 +244,7 @@ class Member:
             ("hidden size", self.width, other.width),
             ("element type", array.dtype, other_array.dtype),
             ("arrays", [a.node for a in self.arrays], [a.node for a in other.arrays]),
+            ("scales of int8", self.scaling is not None, other.scaling is not None),
         ):
             if a != b:
                 raise other_array.error(f"{what}: expected {a}, as in {self.path.name}, found {b}")
@@ -310,14 +324,14 @@ class Member:
 
     def columns_in(self) -> list[Location]:
         """Folders of metadata, lengths, labels and texts, and the metadata files of activations, which are next to chunks."""
-        activation_folders = {array.folder for array in self.arrays}
+        activation_folders = {array.folder for array in self.row_arrays}
         groups = [self.path, self.path / "arrays", self.path / "text", self.path / "meta"]
         small = [self.path / "arrays" / name for name in self.store.names("arrays")]
         chunks = [path for folder in small if folder not in activation_folders for path in (folder, folder / "c")]
         return [
             *groups,
             *chunks,
-            *(file for array in self.arrays for file in (array.metadata, array.folder / ".zattrs")),
+            *(file for array in self.row_arrays for file in (array.metadata, array.folder / ".zattrs")),
         ]
 
     def columns(self, is_selected: Callable[[str], bool]) -> dict[str, Any]:

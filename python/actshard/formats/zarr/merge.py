@@ -37,6 +37,7 @@ def _check_chunks(sources: Sequence[Path]) -> None:
             or array.how
             or array.swapped
             or member.version != 2
+            or member.scaling is not None
             or array.chunks[:2] != (1, 1)
             or array.separator != "."
         ):

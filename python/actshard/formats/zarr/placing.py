@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from actshard.formats.target import TEXTS, array_of
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE
+from actshard.formats.zarr.scales import SCALED
 from actshard.work import whole_file
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ _OTHERS = "text/extra_metadata.jsonl"
 _WITH_KEY = (_LINES["prompt"], _LINES["response"])
 _NARROW: dict[str, Any] = {"prompt_len": np.int32, "response_len": np.int32, "hallu_label": np.int8, "split": np.int8}
 """Dtypes from the published text, used where values fit."""
-_TAKEN = frozenset(node.removeprefix("arrays/") for node in (ACTIVATIONS, PROMPT, RESPONSE)) | {"seq_len", "zarr.json"}
+_TAKEN = frozenset(node.removeprefix("arrays/") for node in (ACTIVATIONS, PROMPT, RESPONSE)) | {
+    "seq_len",
+    "zarr.json",
+    SCALED,
+}
 """Names of arrays that readers interpret as rows or lengths, and of a file in their folder."""
 _LONGEST_NAME = 200
 """Longest folder name in bytes; file systems allow 255."""

@@ -162,8 +162,7 @@ def open(path: Location, options: Options) -> Contents:
     members, metadata, manifest = stores_of(path)
     first = members[0]
     arrays = [a for m in members for a in m.arrays]
-    assert first.arrays[0].dtype is not None
-    dtype = first.arrays[0].dtype
+    dtype = first.row_dtype
     numbers = iter(range(len(arrays)))
     lengths = [
         m0 if all(isinstance(part, int) and part == m0 for part in parts) else _join_lengths(parts, members)
@@ -171,7 +170,7 @@ def open(path: Location, options: Options) -> Contents:
         for m0 in (parts[0],)
     ]
     rows = Rows.chunked(
-        [native(a) for a in arrays],
+        [native(a, scaled=m.scaling is not None) for m in members for a in m.arrays],
         [(m.n, [next(numbers) for _ in m.arrays]) for m in members],
         lengths,
         num_groups=first.num_layers,
@@ -180,8 +179,9 @@ def open(path: Location, options: Options) -> Contents:
         decoded_memory=options.decoded_memory,
         descr=dtype,
         io=options.io,
+        scales=[None if m.scaling is None else m.scaling.for_core() for m in members for _ in m.arrays],
     )
-    warnings = _warnings(members, rows.decodes, dtype)
+    warnings = _warnings(members, rows.decodes)
     n = sum(m.n for m in members)
 
     def counts() -> NDArray[np.int64]:
@@ -204,7 +204,7 @@ def open(path: Location, options: Options) -> Contents:
         rows=rows,
         column_names=_LaterNames(members) if path.is_remote else _column_names(members),
         columns=lambda names: _columns(path, members, names),
-        files=lambda: [a.path_of(coords).place for a in arrays for coords in a.chunk_files()],
+        files=lambda: [a.path_of(coords).place for m in members for a in m.row_arrays for coords in a.chunk_files()],
         columns_in=lambda: [location.place for member in members for location in member.columns_in()],
         model=None if model is None else utf8(model),
         provenance=_provenance(metadata, members, manifest),
@@ -218,16 +218,16 @@ _PLAIN_SHARDS = frozenset(("sharding_indexed", "bytes", "crc32c"))
 """Codecs of shards whose inner chunks are not compressed."""
 
 
-def _warnings(members: Sequence[Member], decodes: bool, dtype: np.dtype[Any]) -> list[Remark]:
+def _warnings(members: Sequence[Member], decodes: bool) -> list[Remark]:
     """Warnings of the members. Coded arrays without ``decodes`` are shards of plain chunks, which are read in place."""
     remarks = [(member, remark) for member in members for remark in (*member.warnings, *member.missing_values())]
     warnings = [remark.within(member.path.name) if len(members) > 1 else remark for member, remark in remarks]
     if not members[0].path.lists:
         warnings.append(Remark("not-listed", f"text/: names cannot be listed; only {', '.join(TEXTS)} are read"))
     coded_arrays = [(m, a) for m in members for a in m.arrays if a.how] if decodes else []
-    plain_sizes = [math.prod(a.chunks) for _, a in coded_arrays if _is_remote_plain(a)]
+    plain_sizes = [math.prod(a.chunks) * a.dtype.itemsize for _, a in coded_arrays if a.dtype and _is_remote_plain(a)]
     if plain_sizes:
-        size = max(plain_sizes) * dtype.itemsize
+        size = max(plain_sizes)
         warnings.append(
             Remark(
                 "layout",
@@ -266,6 +266,9 @@ def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: b
     provenance = {
         k: utf8(v) if isinstance(v, str) else v for k in provenance_fields if (v := metadata.get(k)) is not None
     }
+    if (scaling := members[0].scaling) is not None:
+        provenance["stored_dtype"] = scaling.form
+        provenance |= {} if scaling.error is None else {"stored_error": scaling.error}
     provenance |= {"zarr_format": members[0].version, "chunks": list(members[0].arrays[0].chunks)}
     return provenance | ({"stores": len(members)} if len(members) > 1 or manifest else {})
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,9 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import many
+from actshard._arguments import NUMPY_BY_NAME, many
 from actshard.codes import Remark
 from actshard.errors import ArgumentError
+from actshard.formats.row_scales import KINDS, WORDS, RowScaling
 from actshard.formats.target import (
     AllExamples,
     Block,
@@ -34,9 +36,11 @@ from actshard.formats.target import (
 )
 from actshard.formats.zarr.arrays import WRITER
 from actshard.formats.zarr.chunks import Chunks, PlainChunks, ShardedChunks, array_meta
-from actshard.formats.zarr.member import ACTIVATIONS
+from actshard.formats.zarr.member import ACTIVATIONS, Member
 from actshard.formats.zarr.packing import PACKS, PackedChunks, pack_of
 from actshard.formats.zarr.placing import KEY, Placed, place, place_key
+from actshard.formats.zarr.scales import SCALED, SCALES
+from actshard.location import Location
 from actshard.work import make_folder, record_files, refuse_other, sync_folders, write_json
 
 if TYPE_CHECKING:
@@ -50,7 +54,7 @@ MANY_FILES = 100_000
 """Number of chunk files from which the writer advises version 3."""
 _SMALL_CHUNK = 1 << 20
 """Samples per chunk of a per-sample array, so that most have one chunk."""
-OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chunks", "layers")
+OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chunks", "layers", SCALED)
 """Attributes that describe the arrays."""
 
 
@@ -62,12 +66,16 @@ class ZarrTarget(Target):
         "chunk_tokens": "tokens per chunk, T_chunk (default: chunks of up to 1 MiB; version 3: with little padding)",
         "t_max": "length of the token axis, T_max (default: tokens of the longest sample)",
         "version": "of Zarr: 2 (default), a file per chunk; or 3, shards of many chunks, also of bfloat16",
+        "scales": f"with dtype='int8': which values share a scale, {', '.join(KINDS)}",
         "pack": f"lossless compression of chunks, with version 3: {', '.join(PACKS)} (default: none)",
     }
     forms: ClassVar[Mapping[str, Mapping[str, str | int]]] = {
         "zarr 3": {"version": 3},
         **{f"zarr 3 {pack}": {"version": 3, "pack": pack} for pack in PACKS},
         "zarr 3 bfloat16 lossless": {"version": 3, "pack": "lossless", "dtype": "bfloat16"},
+        "zarr 3 int8 per channel": {"version": 3, "dtype": "int8", "scales": "channel"},
+        "zarr 3 int8 per token": {"version": 3, "dtype": "int8", "scales": "token"},
+        "zarr 3 int8 per channel lossless": {"version": 3, "dtype": "int8", "scales": "channel", "pack": "lossless"},
     }
     takes_shard_bytes = False
     text_column: ClassVar[str | None] = "prompt"
@@ -75,6 +83,9 @@ class ZarrTarget(Target):
     splits = "examples"
 
     def __init__(self, spec: Spec) -> None:
+        self.scaling = RowScaling.asked(spec.dtype, spec.options.get("scales"), spec.layers, spec.d_model)
+        if self.scaling is not None:
+            spec = replace(spec, dtype=NUMPY_BY_NAME["F32"])  # the rows' dtype; they become codes when they are written
         super().__init__(spec)
         self.t_max = positive(spec.options, "t_max", None)
         if spec.shard_bytes is not None and self.version == 2:
@@ -99,6 +110,12 @@ class ZarrTarget(Target):
             self.chunks = ShardedChunks(layers, chunk, spec.shard_bytes)
         else:
             self.chunks = PlainChunks(layers, chunk)
+        self.scale_chunks: PlainChunks | ShardedChunks | None = None
+        """The chunks of scales, if each row has its own: those of its codes, in the same order."""
+        if self.scaling is not None and self.scaling.is_own:
+            self.scale_chunks = (
+                PlainChunks(layers, chunk) if self.version == 2 else ShardedChunks(layers, chunk, spec.shard_bytes)
+            )
         self.longest = 0
         self.created = created(spec, "%Y-%m-%dT%H:%M:%SZ")
         self._dirty: set[Path] = set()
@@ -113,12 +130,20 @@ class ZarrTarget(Target):
         only(dtype, _DTYPES[self.version], "zarr", why)
 
     def config(self) -> dict[str, Any]:
-        return {**super().config(), "t_max": self.t_max, **self.chunks.config(), "created": self.created}
+        scales = {} if self.scaling is None else self.scaling.config()
+        return {**super().config(), "t_max": self.t_max, **self.chunks.config(), "created": self.created, **scales}
+
+    @property
+    def column_options(self) -> dict[str, Any]:
+        return {name: value for name, value in self.spec.options.items() if name != "scales"}
 
     def adopt(self, config: dict[str, Any]) -> None:
         super().adopt(config)
         self.chunks.adopt(config)
+        self._share_chunks()
         self.created = config["created"]
+        if self.scaling is not None and "scales" in config:
+            self.scaling.adopt(config)
 
     def advice(self, examples: int) -> Remark | None:
         layers = len(self.spec.layers)
@@ -153,17 +178,70 @@ class ZarrTarget(Target):
         self._choose(np.maximum(lengths[:, 0], 0), is_all=is_all)
 
     def _choose(self, tokens: NDArray[np.int64], *, is_all: bool) -> None:
-        self.chunks.choose(tokens, self.row_bytes, self.t_max, is_all=is_all)
+        self.chunks.choose(tokens, self.stored_row_bytes, self.t_max, is_all=is_all)
+        self._share_chunks()
+
+    def _share_chunks(self) -> None:
+        """Gives scales the chunks of their codes."""
+        if self.scale_chunks is not None:
+            self.scale_chunks.adopt(self.chunks.config())
+
+    # -- scales ----------------------------------------------------------------------------------------------------
+
+    @property
+    def stored_row_bytes(self) -> int:
+        """Bytes of a row in its chunk."""
+        return self.row_bytes if self.scaling is None else self.spec.d_model
+
+    @property
+    def _arrays(self) -> list[tuple[Chunks, Path, int]]:
+        """The chunks, the folder and the bytes of a row of each array of rows."""
+        arrays: list[tuple[Chunks, Path, int]] = [(self.chunks, self.root / NODE, self.stored_row_bytes)]
+        if self.scaling is not None and self.scale_chunks is not None:
+            arrays.append((self.scale_chunks, self.root / SCALES, 4 * self.scaling.parts))
+        return arrays
+
+    @property
+    def surveys(self) -> bool:
+        return self.scaling is not None and self.scaling.is_open
+
+    def survey(self, block: Block, first: int) -> None:
+        assert self.scaling is not None
+        if (refused := self.scaling.survey(block)) is not None:
+            raise self.scaling.refusal(refused, first)
+
+    def surveyed(self) -> None:
+        assert self.scaling is not None
+        self.scaling.surveyed("all rows")
+
+    def as_read(self, block: Block) -> NDArray[np.generic]:
+        return block.memory if self.scaling is None else self.scaling.as_read(block)
+
+    def further_losses(self, columns: Sequence[str]) -> list[tuple[str, str]]:
+        if self.scaling is None:
+            return super().further_losses(columns)
+        loss: str | None = str(self.scaling.loss) if self.n else "convert() measures the error"
+        if not self.n and (self.root / "meta" / "config.json").is_file():  # finished by an earlier call
+            stored = Member(Location.at(self.root)).scaling
+            loss = None if stored is None else stored.error
+        form = f"rows are stored as int8 with a scale per {WORDS[self.scaling.kind]}"
+        detail = form if loss is None else f"{form}: {loss}"
+        return [*super().further_losses(columns), ("scales", detail)]
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def restore(self, states: Sequence[dict[str, Any]], lengths: NDArray[np.int64]) -> None:
         self.n = len(lengths)
         self.longest = max(int(lengths.max(initial=0)), 0)
-        self.chunks.begin(states, np.maximum(lengths[:, 0], 0))
+        for chunks, _, _ in self._arrays:
+            chunks.begin(states, np.maximum(lengths[:, 0], 0))
+            self._share_chunks()
+        if self.scaling is not None:
+            self.scaling.restore([state["loss"] for state in states])
 
     def forget(self, lengths: NDArray[np.int64]) -> None:
-        self.chunks.forget(self.root / NODE, lengths[:, 0], self.row_bytes)
+        for chunks, folder, row_bytes in self._arrays:
+            chunks.forget(folder, lengths[:, 0], row_bytes)
 
     def write(self, block: Block) -> None:
         tokens = uniform(block.lengths, "zarr", self.spec.layers)
@@ -171,36 +249,45 @@ class ZarrTarget(Target):
         if most is not None and (tokens > most[0]).any():  # of a conversion: writers refuse or cut them before
             bad = int(np.flatnonzero(tokens > most[0])[0])
             raise ArgumentError(f"example {self.n + bad} has {tokens[bad]} tokens, {most[1]}")
-        folder = self.root / NODE
-        make_folder(folder)
         self._choose(tokens, is_all=False)  # tasks of a plan to create choose by their own examples
-        memory, files, table = self.chunks.place(folder, self.n, tokens, block)
-        self.put([memory], files, table)
-        self._dirty |= {path for path, _ in files}
+        rows = [block]
+        if self.scaling is not None:
+            rows = [replace(block, memory=part) for part in self.scaling.written(block, self.n)]
+        for (chunks, folder, _), stored in zip(
+            self._arrays, rows, strict=False
+        ):  # scales of layers are written at the end
+            make_folder(folder)
+            memory, files, table = chunks.place(folder, self.n, tokens, stored)
+            self.put([memory], files, table)
+            self._dirty |= {path for path, _ in files}
         self.n += len(block)
         self.longest = max(self.longest, int(tokens.max(initial=0)))
 
     def dirty(self) -> tuple[list[Path], dict[str, Any]]:
-        return sorted(self._dirty), self.chunks.state()
+        loss = {} if self.scaling is None else {"loss": self.scaling.fresh.as_state()}
+        return sorted(self._dirty), {**self.chunks.state(), **loss}
 
     def committed(self) -> None:
         self.chunks.committed()
+        if self.scaling is not None:
+            self.scaling.committed()
         self._dirty.clear()
 
     # -- finishing -------------------------------------------------------------------------------------------------
 
     def finish(self, examples: AllExamples) -> None:
         tokens = np.maximum(examples.lengths[:, 0], 0)
-        folder = self.root / NODE
-        self.chunks.forget(folder, tokens, self.row_bytes)
         t_max = self.t_max or max(self.longest, 1)
+        self.forget(examples.lengths)
         self._choose(tokens, is_all=True)  # chosen before, unless no example has tokens
-        self.chunks.close(folder, tokens, self.row_bytes, self.put)
+        for chunks, folder, row_bytes in self._arrays:
+            chunks.close(folder, tokens, row_bytes, self.put)
         assert self.dtype is not None
+        stored = self.dtype if self.scaling is None else np.dtype(np.int8)
         shape = (len(examples), len(self.spec.layers), t_max, self.spec.d_model)
-        arrays: dict[str, dict[str, Any]] = {
-            NODE: self.chunks.meta(shape, tokens, self.dtype),
-        }
+        arrays: dict[str, dict[str, Any]] = {NODE: self.chunks.meta(shape, tokens, stored)}
+        if self.scaling is not None:
+            self._scales(self.scaling, shape, tokens, arrays)
         self._small(
             Placed("seq_len", (len(examples),), np.dtype(np.int32), lambda part: tokens[part].astype(np.int32)), arrays
         )
@@ -216,7 +303,8 @@ class ZarrTarget(Target):
             "num_layers": len(self.spec.layers),
             "hidden_size": self.spec.d_model,
             "T_max": t_max,
-            "dtype": str(self.dtype),
+            "dtype": str(stored),
+            **({} if self.scaling is None else {SCALED: {"array": SCALES, **self.scaling.as_dict()}}),
             "activation_chunks": [1, 1, self.chunks.tokens, self.spec.d_model],
             "layers": list(self.spec.layers),
             "created_at": self.created,
@@ -226,11 +314,21 @@ class ZarrTarget(Target):
         write_store(self.root, self.version, arrays, attributes)
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
-        chunks = copy.copy(self.chunks)
-        chunks.choose(tokens, self.row_bytes, self.t_max, is_all=False)
-        files, size = chunks.estimate(tokens, self.row_bytes)
+        files, size, chosen = 0, 0, None
+        for array, _, row_bytes in self._arrays:
+            chunks = copy.copy(array)
+            if chosen is None:
+                chunks.choose(tokens, row_bytes, self.t_max, is_all=False)
+            else:
+                chunks.adopt(chosen)  # scales have the chunks of their codes
+            chosen = chunks.config()
+            of_array = chunks.estimate(tokens, row_bytes)
+            files, size = files + of_array[0], size + of_array[1]
+        if self.scaling is not None and not self.scaling.is_own:
+            size += 4 * len(self.spec.layers) * self.scaling.parts
         small = 1 + max(1, -(-len(tokens) // _SMALL_CHUNK))  # seq_len: metadata and chunks
-        return files, files + small + (6 if self.version == 2 else 4), size
+        of_scales = 0 if self.scaling is None else 1 if self.scaling.is_own else 2
+        return files, files + small + (6 if self.version == 2 else 4) + of_scales, size
 
     # -- in tasks of a plan ----------------------------------------------------------------------------------------
 
@@ -239,10 +337,24 @@ class ZarrTarget(Target):
 
     def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
         super().begin_at(first, state)
-        self.chunks.begin_at(first)
+        for chunks, _, _ in self._arrays:
+            chunks.begin_at(first)
 
     def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         return list(states)
+
+    def _scales(
+        self, scaling: RowScaling, shape: tuple[int, ...], tokens: NDArray[np.int64], arrays: dict[str, dict[str, Any]]
+    ) -> None:
+        """Writes the scales of layers, and metadata of the scales of rows."""
+        single = np.dtype(np.float32)
+        if self.scale_chunks is not None:
+            arrays[SCALES] = self.scale_chunks.meta((*shape[:3], scaling.parts), tokens, single)
+            return
+        if scaling.values is None:  # no example has tokens
+            scaling.values = np.full((shape[1], scaling.parts), 1e-12, np.float32)
+        values = scaling.values[None, :, None]
+        self._small(Placed(SCALES.removeprefix("arrays/"), values.shape, single, lambda part: values[part]), arrays)
 
     # -- small arrays ----------------------------------------------------------------------------------------------
 

@@ -29,12 +29,15 @@ use crate::codec::cache::Cache;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
+use crate::files::chunk_scales::{ChunkScales, ScaleSource};
 use crate::files::open::{Body, OpenFile, View};
+use crate::files::scaled::ScaledSource;
 use crate::layout::grid::Grid;
 use crate::layout::row::{Place, Row};
 use crate::location::Location;
 use crate::memory::buffer::Buffer;
 use crate::number::to_usize;
+use crate::source::held::Held;
 use crate::source::local::Local;
 use crate::source::mmap::Paging;
 use crate::source::queue::{Hints, Ranged};
@@ -71,6 +74,8 @@ pub struct ChunkArray {
     pub fill: Option<Vec<u8>>,
     /// The encoding of chunks.
     pub content: Content,
+    /// The scales of its elements, if these are codes; rows are then their products, float32.
+    pub scales: Option<ChunkScales>,
 }
 
 /// The chunk files of a dataset's arrays.
@@ -152,6 +157,9 @@ impl ChunkFiles {
             }
             if array.shape[3] != width {
                 return Err(refuse(format!("expected rows of {width} elements, found {}", array.shape[3])));
+            }
+            if let Some(scales) = &array.scales {
+                scales.check(array.shape, array.chunk, dtype).map_err(|e| e.at(&array.metadata))?;
             }
             first = end;
             most_rows = most_rows.max(array.chunk[0] * array.chunk[1] * array.chunk[2]);
@@ -264,7 +272,8 @@ impl ChunkFiles {
         };
         let verified = shard.verified.get(unit);
         if !verified.is_some_and(|verified| verified.load(Ordering::Relaxed)) {
-            check_plain(stored, self.chunk_bytes(&self.array(file).0), form.checked)?;
+            let (grid, chunks) = self.array(file);
+            check_plain(stored, self.stored_bytes(grid, chunks), form.checked)?;
             if let Some(verified) = verified {
                 verified.store(true, Ordering::Relaxed);
             }
@@ -275,7 +284,7 @@ impl ChunkFiles {
     /// Decodes a chunk; `None` if it is missing.
     fn decode(&self, file: u64, coded: &dyn Decode) -> Result<Option<Vec<u8>>> {
         let (grid, array) = self.array(file);
-        let bytes = self.chunk_bytes(grid);
+        let bytes = self.stored_bytes(grid, array);
         if let Some(sharded) = self.sharded(array) {
             let (shard, unit) = self.shard(file, sharded)?;
             return shard.file.unit(unit)?.map(|stored| sharded.decode_unit(stored, bytes)).transpose();
@@ -325,8 +334,49 @@ impl ChunkFiles {
         Place { start: 0, end: self.chunk_bytes(grid), unit: step, step, used, column: to_usize(column), swapped }
     }
 
+    /// Bytes of a chunk's rows, as they are read.
     fn chunk_bytes(&self, grid: &Grid) -> u64 {
         grid.chunk().iter().product::<u64>() * (self.row.bytes / self.row.width) as u64
+    }
+
+    /// Bytes of a chunk's elements before scaling: codes have one each.
+    fn stored_bytes(&self, grid: &Grid, array: &ChunkArray) -> u64 {
+        if array.scales.is_some() { grid.chunk().iter().product() } else { self.chunk_bytes(grid) }
+    }
+
+    /// The scales of the rows of chunks of one array, in order; `None` for each if they are in memory. Missing ones are an error.
+    fn scales_of(
+        &self,
+        grid: &Grid,
+        scales: &ChunkScales,
+        numbers: &[u64],
+        locations: &[Location],
+        watch: Watch<'_>,
+    ) -> Result<Vec<Option<Arc<Buffer>>>> {
+        let ScaleSource::Chunks(array) = scales.source() else { return Ok(vec![None; numbers.len()]) };
+        let bytes = scales.chunk_bytes(grid.chunk()[2]);
+        let keys: Vec<UnitKey> = numbers.iter().map(|number| self.scale_key(*number)).collect();
+        let indices: Vec<[u64; 4]> = numbers.iter().map(|number| grid.indices(*number)).collect();
+        let wishes = self.wishes;
+        let mut load = |which: &[usize], watch: Watch<'_>| {
+            let which: Vec<_> = which.iter().map(|i| (&indices[*i][..], &locations[*i])).collect();
+            let made = match &wishes {
+                Some(wishes) => array.chunks(&which, bytes, wishes, watch)?,
+                None => which.iter().map(|(at, location)| array.chunk(at, bytes, location)).collect::<Result<_>>()?,
+            };
+            Ok(made.into_iter().map(|made| made.map(Buffer::from)).collect())
+        };
+        let found = self.decoded.get_or_load_many(&keys, &mut load, watch)?;
+        match found.iter().position(Option::is_none) {
+            None => Ok(found),
+            Some(i) => Err(Error::new(Kind::NotFound, "expected a chunk with the scales of these codes, found none")
+                .at(&locations[i])),
+        }
+    }
+
+    /// The cache's key of the scales of a chunk.
+    fn scale_key(&self, number: u64) -> UnitKey {
+        UnitKey { chunk: 1, ..self.key(number) }
     }
 
     /// Without the file's version: checking it for each cached chunk doubles the cost of a row.
@@ -337,10 +387,9 @@ impl ChunkFiles {
     fn open(&self, number: u64, stop: &Stop) -> Result<OpenFile> {
         let (grid, array) = self.array(number);
         let indices = grid.indices(number);
+        let bytes = self.stored_bytes(grid, array);
         let found = match &array.content {
-            Content::Plain { .. } => {
-                plain(self.store.open(&array.location(indices), Access::Kept, stop), grid, self.chunk_bytes(grid))?
-            }
+            Content::Plain { .. } => plain(self.store.open(&array.location(indices), Access::Kept, stop), grid, bytes)?,
             Content::Coded(_) if let Some((coded, form)) = self.in_place(array) => self.inner(number, coded, form)?,
             Content::Coded(coded) => {
                 let decode = || Ok::<_, Error>(self.decode(number, &**coded)?.map(Buffer::from));
@@ -352,17 +401,54 @@ impl ChunkFiles {
             // A missing chunk has the fill value, but a missing array (an unmounted disk, a moved folder) is an error.
             self.store.look(&array.metadata)?;
         }
-        self.opened(array, grid, indices, found)
+        let scales = match &array.scales {
+            Some(scales) if !matches!(found, FoundChunk::Absent) => {
+                let places = [array.location(indices)];
+                self.scales_of(grid, scales, &[number], &places, &mut || stop.is_set())?.pop().flatten()
+            }
+            _ => None,
+        };
+        self.opened(array, grid, indices, (found, scales))
     }
 
-    fn opened(&self, array: &ChunkArray, grid: &Grid, indices: [u64; 4], found: FoundChunk) -> Result<OpenFile> {
+    /// A chunk of codes as a file of products.
+    fn scaled(
+        &self,
+        scales: &ChunkScales,
+        chunk: ([u64; 4], u64),
+        location: Location,
+        (found, own): (FoundChunk, Option<Arc<Buffer>>),
+    ) -> Result<FoundChunk> {
+        let is_shared = matches!(found, FoundChunk::Inner(..));
+        let (at, source): (u64, Arc<dyn Source>) = match found {
+            FoundChunk::Stored(source) => (0, source.into()),
+            FoundChunk::Inner(source, offset) => (offset, source),
+            FoundChunk::Decoded(block) => (0, Arc::new(Held::shared(location.clone(), block))),
+            FoundChunk::Absent => return Ok(FoundChunk::Absent),
+        };
+        let products = scales.products(at, chunk.0, chunk.1, own).map_err(|e| e.at(&location))?;
+        let products = ScaledSource::new(source, products, Stop::never())?;
+        Ok(if is_shared { FoundChunk::Inner(Arc::new(products), 0) } else { FoundChunk::Stored(Box::new(products)) })
+    }
+
+    fn opened(
+        &self,
+        array: &ChunkArray,
+        grid: &Grid,
+        indices: [u64; 4],
+        (found, own): (FoundChunk, Option<Arc<Buffer>>),
+    ) -> Result<OpenFile> {
+        let found = match &array.scales {
+            None => found,
+            Some(scales) => self.scaled(scales, (grid.chunk(), indices[1]), array.location(indices), (found, own))?,
+        };
         let mut swapped = matches!(array.content, Content::Plain { swapped: true });
         let mut start = 0;
         let body = match found {
             FoundChunk::Stored(source) => Body::Stored(source),
             FoundChunk::Inner(source, offset) => {
                 start = offset;
-                swapped = self.in_place(array).is_some_and(|(_, form)| form.big_endian);
+                swapped = array.scales.is_none() && self.in_place(array).is_some_and(|(_, form)| form.big_endian);
                 Body::Shared(source)
             }
             FoundChunk::Decoded(block) => Body::Decoded(array.location(indices), block),
@@ -383,7 +469,7 @@ impl ChunkFiles {
         let (grid, array) = &self.arrays[array];
         let indices: Vec<[u64; 4]> = numbers.iter().map(|number| grid.indices(*number)).collect();
         let locations: Vec<Location> = indices.iter().map(|indices| array.location(*indices)).collect();
-        let bytes = self.chunk_bytes(grid);
+        let bytes = self.stored_bytes(grid, array);
         let found: Vec<FoundChunk> = match &array.content {
             Content::Plain { .. } => {
                 let names: Vec<&Location> = locations.iter().collect();
@@ -402,9 +488,18 @@ impl ChunkFiles {
             }
         };
         if found.iter().any(|found| matches!(found, FoundChunk::Absent)) {
-            threads::wait_for(&|_| self.store.look(&array.metadata), watch)?;
+            threads::wait_for(&|_| self.store.look(&array.metadata), &mut *watch)?;
         }
-        let each = indices.into_iter().zip(found);
+        let mut scales = vec![None; found.len()];
+        if let Some(of) = &array.scales {
+            let present: Vec<usize> = (0..found.len()).filter(|i| !matches!(found[*i], FoundChunk::Absent)).collect();
+            let these: Vec<u64> = present.iter().map(|i| numbers[*i]).collect();
+            let places: Vec<Location> = present.iter().map(|i| locations[*i].clone()).collect();
+            for (i, own) in present.iter().zip(self.scales_of(grid, of, &these, &places, watch)?) {
+                scales[*i] = own;
+            }
+        }
+        let each = indices.into_iter().zip(found.into_iter().zip(scales));
         each.map(|(indices, found)| self.opened(array, grid, indices, found)).collect()
     }
 }
@@ -517,7 +612,12 @@ impl Files for ChunkFiles {
             return self.is_checked(file, coded, form).then(|| self.get(file, Stop::never()).ok()).flatten();
         }
         let block = self.decoded.get(self.key(file))?;
-        self.opened(array, grid, grid.indices(file), FoundChunk::Decoded(block)).ok().map(Arc::new)
+        let own = match array.scales.as_ref().map(ChunkScales::source) {
+            Some(ScaleSource::Chunks(_)) => Some(self.decoded.get(self.scale_key(file))?),
+            _ => None,
+        };
+        let found = (FoundChunk::Decoded(block), own);
+        self.opened(array, grid, grid.indices(file), found).ok().map(Arc::new)
     }
 
     fn will_need(&self, files: &[u64]) {
@@ -540,7 +640,7 @@ impl Files for ChunkFiles {
     fn decoded_bytes(&self, file: u64) -> u64 {
         let (grid, array) = self.array(file);
         let decodes = matches!(array.content, Content::Coded(_)) && self.in_place(array).is_none();
-        if decodes { self.chunk_bytes(grid) } else { 0 }
+        if decodes { self.stored_bytes(grid, array) } else { 0 }
     }
 
     fn address_bits(&self) -> u32 {

@@ -1,10 +1,11 @@
 //! The files of a dataset's rows: numbered, opened on first use, with their length checked again before each read. [`table`]
 //! lists them, [`chunks`] computes their names, [`shards`] finds rows inside pickles. [`unpacked`] decodes arrays that
-//! cannot be read in place; [`scaled`] multiplies float8 and int8 elements by their scales.
+//! cannot be read in place; [`scaled`] multiplies float8 and int8 elements by their scales, and [`chunk_scales`] those of chunks.
 
 // A number of a file is converted with a check; tests may not care.
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_possible_wrap))]
 
+pub mod chunk_scales;
 pub mod chunks;
 pub mod open;
 pub mod scaled;

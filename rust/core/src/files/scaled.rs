@@ -19,6 +19,7 @@ use crate::kernels::scaled::{self, Product, ScaledCode};
 use crate::kernels::{Stores, prefetch};
 use crate::location::Location;
 use crate::memory;
+use crate::memory::buffer::Buffer;
 use crate::number::to_usize;
 use crate::parse::arrays::ArrayPlace;
 use crate::source::{Access, ByteRange, RangeRead, Ready, Source, Store, Version, Wishes};
@@ -38,7 +39,7 @@ pub struct ScaledArray {
     /// Which axes of the scales are as long as those of the codes.
     per: [bool; 3],
     /// All scales, little-endian, if they are not read from the file.
-    held: Option<Arc<[u8]>>,
+    held: Option<Arc<Buffer>>,
 }
 
 impl ScaledArray {
@@ -100,12 +101,17 @@ impl ScaledArray {
     }
 
     /// The same elements with these scales, in C order, instead of the file's. Fails if the number of scales differs.
-    pub fn holding(mut self, scales: &[f32]) -> Result<ScaledArray> {
+    pub fn holding(self, scales: &[f32]) -> Result<ScaledArray> {
+        self.sharing(Arc::new(little_endian(scales)?))
+    }
+
+    /// As [`ScaledArray::holding`], of scales that are shared, little-endian.
+    pub fn sharing(mut self, scales: Arc<Buffer>) -> Result<ScaledArray> {
         let expected: u64 = (0..3).map(|axis| if self.per[axis] { self.shape[axis] } else { 1 }).product();
-        if scales.len() as u64 != expected {
-            return Err(Error::new(Kind::Format, format!("expected {expected} scales, found {}", scales.len())));
+        if scales.len() as u64 != 4 * expected {
+            return Err(Error::new(Kind::Format, format!("expected {expected} scales, found {}", scales.len() / 4)));
         }
-        self.held = Some(scales.iter().flat_map(|scale| scale.to_le_bytes()).collect());
+        self.held = Some(scales);
         Ok(self)
     }
 
@@ -163,6 +169,13 @@ impl ScaledArray {
     }
 }
 
+/// The bytes of scales.
+pub fn little_endian(scales: &[f32]) -> Result<Buffer> {
+    let mut bytes = memory::reserve(4 * scales.len() as u64)?;
+    bytes.extend(scales.iter().flat_map(|scale| scale.to_le_bytes()));
+    Ok(Buffer::from(bytes))
+}
+
 /// A shape with leading axes of 1.
 fn three(shape: &[u64]) -> Option<[u64; 3]> {
     let mut made = [1; 3];
@@ -195,7 +208,7 @@ impl ScaledStore {
     /// The products of an opened file, if it has some.
     fn wrap(&self, at: &Location, opened: Result<Box<dyn Source>>, stop: &Stop) -> Result<Box<dyn Source>> {
         match self.arrays.get(at) {
-            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?, array.clone(), stop)?)),
+            Some((_, array)) => Ok(Box::new(ScaledSource::new(opened?.into(), array.clone(), stop)?)),
             None => opened,
         }
     }
@@ -230,11 +243,11 @@ impl Store for ScaledStore {
 
 /// The products of an open file.
 #[derive(Debug)]
-struct ScaledSource {
-    inner: Box<dyn Source>,
+pub(super) struct ScaledSource {
+    inner: Arc<dyn Source>,
     array: ScaledArray,
     /// All scales, if they are in memory, or do not depend on the token.
-    fixed: Option<Arc<[u8]>>,
+    fixed: Option<Arc<Buffer>>,
 }
 
 /// A read: elements, the position of the first byte in the first of them, and bytes for codes and scales.
@@ -246,7 +259,7 @@ struct ScaledRead {
 }
 
 impl ScaledSource {
-    fn new(inner: Box<dyn Source>, array: ScaledArray, stop: &Stop) -> Result<ScaledSource> {
+    pub(super) fn new(inner: Arc<dyn Source>, array: ScaledArray, stop: &Stop) -> Result<ScaledSource> {
         let (elements, all) = (array.elements(), array.scales_of(&(0..array.elements())).end);
         let in_file = if array.held.is_some() { 0 } else { 4 * all };
         for (at, len) in [(array.codes, elements), (array.scales, in_file)] {
@@ -260,7 +273,7 @@ impl ScaledSource {
         if made.fixed.is_none() && !made.array.per[0] {
             let mut fixed = memory::bytes(4 * all).map_err(|e| e.at(made.inner.location()))?;
             made.inner.read(made.array.scales, &mut fixed, stop)?;
-            made.fixed = Some(fixed.into());
+            made.fixed = Some(Arc::new(fixed.into()));
         }
         Ok(made)
     }
@@ -301,7 +314,7 @@ impl ScaledSource {
     ) -> Result<()> {
         let wanted = self.array.scales_of(&elements);
         let scales =
-            self.fixed.as_deref().map_or(scales, |all| &all[4 * to_usize(wanted.start)..4 * to_usize(wanted.end)]);
+            self.fixed.as_ref().map_or(scales, |all| &all[4 * to_usize(wanted.start)..4 * to_usize(wanted.end)]);
         if skip == 0 && into.len().is_multiple_of(self.array.to.size()) {
             self.array.multiply(elements, codes, scales, into, stores);
             return Ok(());

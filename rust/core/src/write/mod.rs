@@ -9,8 +9,10 @@ mod disk;
 mod folders;
 mod pieces;
 mod segments;
+mod spans;
 
 pub use disk::{copy_range, sync};
 pub use folders::{move_files, remove_folders};
 pub use pieces::{Piece, Target, write};
 pub use segments::{Digested, digest, write_segments};
+pub use spans::{RefusedRow, Spans};
