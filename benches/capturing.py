@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 import actshard
-from actshard.capturing.backend import PaddedBatch
-from actshard.capturing.choosing import choice_of
-from actshard.capturing.encoding import Encodings
-from actshard.capturing.windows import BATCHES_OF_A_WINDOW, Limits, batches, windows
+from actshard.writing.capturing.backend import PaddedBatch
+from actshard.writing.capturing.choosing import choice_of
+from actshard.writing.capturing.encoding import Encodings
+from actshard.writing.capturing.windows import BATCHES_OF_A_WINDOW, Limits, batches, windows
 from benches.measure import Engine, Row, compared, interleave
 from benches.sizes import size, turns
 

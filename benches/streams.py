@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from actshard.quality import measure
+from actshard.streaming.quality import measure
 from benches import data
 from benches.measure import NotPermitted, Row, drop_page_cache, in_child
 from benches.sizes import size, turns

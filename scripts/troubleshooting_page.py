@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from actshard import codes, errors
+from actshard.base import codes, errors
 from actshard.formats import registry
 
 PAGE = Path(__file__).parents[1] / "docs/troubleshooting.md"

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from actshard import codes
-from actshard.codes import Code
+from actshard.base import codes
+from actshard.base.codes import Code
 from actshard.formats import registry
 
 PAGE = Path(__file__).parents[1] / "docs/verify.md"

@@ -20,7 +20,7 @@ import numpy as np
 
 import actshard
 from actshard import tokens
-from actshard.errors import ActshardError
+from actshard.base.errors import ActshardError
 from actshard.tokens import pieces
 from actshard.tokens.sources import Source, expand
 

@@ -23,15 +23,15 @@ import numpy as np
 
 import actshard
 import actshard._native as native
-from actshard import merging
+from actshard.base.work import files
+from actshard.base.work.journal import Journal
 from actshard.formats.merging import Assembled, Merge
 from actshard.plan import plan as plans
 from actshard.plan import staging as planned_staging
 from actshard.plan.book import Book
-from actshard.staging import folder as staged
-from actshard.work import files
-from actshard.work.journal import Journal
+from actshard.writing import merging
 from actshard.writing.sink import Sink
+from actshard.writing.staging import folder as staged
 
 LAYERS, WIDTH, N, TASKS = [1, 4], 8, 17, 3
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -32,8 +32,8 @@ IMPORTED = (
     "typer._adapters",
     "actshard.cli",
     "actshard.formats",
-    "actshard.verifying",
-    "actshard.stats",
+    "actshard.reading.verifying",
+    "actshard.looking.stats",
 )
 
 

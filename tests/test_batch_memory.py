@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.epochs import Epochs
+from actshard.streaming.epochs import Epochs
 from conftest import GOLDEN
 
 
@@ -112,7 +112,7 @@ def test_workers_copy_batches_of_streams_that_reuse_memory(
 
 
 def test_the_padding_of_a_dump_with_cls_is_not_content_of_an_example(tmp_path: Path) -> None:
-    from actshard.examining import examine
+    from actshard.looking.examining import examine
 
     parts = [np.arange(1, n + 1, dtype=np.float32)[None, :, None] * np.ones((1, 1, 4), np.float32) for n in (6, 4)]
     with actshard.create(
@@ -125,7 +125,7 @@ def test_the_padding_of_a_dump_with_cls_is_not_content_of_an_example(tmp_path: P
 
 
 def test_golden_datasets_examine_all_their_tokens() -> None:
-    from actshard.examining import examine
+    from actshard.looking.examining import examine
 
     store = actshard.open(next(path for path in sorted((GOLDEN / "lmprobe").iterdir()) if path.is_dir()))
     example = examine(store, 0)

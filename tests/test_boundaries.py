@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.errors import boundary
+from actshard.base.errors import boundary
 from actshard.formats.report import Report
 from conftest import GOLDEN, refuses, saev_dump
 from shell import run_command, run_script

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
+from actshard.base.location import Location
 from actshard.formats.candidates import choose, rank_of
-from actshard.location import Location
 
 N, TOKENS = 6, 5
 RNG = np.random.default_rng(0)

@@ -15,10 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
-from actshard.capturing import windows
-from actshard.capturing.encoding import Encodings, Example
-from actshard.errors import DiskFullError
+from actshard.base.errors import DiskFullError
 from actshard.writing import Writer
+from actshard.writing.capturing import windows
+from actshard.writing.capturing.encoding import Encodings, Example
 from conftest import refuses
 from waiting import PATIENCE
 
@@ -332,7 +332,7 @@ def test_layers_of_a_function_are_chosen_by_name(tmp_path: Path) -> None:
 
 
 def test_an_error_of_the_function_keeps_what_was_committed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
+    monkeypatch.setattr("actshard.writing.capturing.job.BATCHES_OF_A_WINDOW", 1)
     calls = 0
 
     def failing(ids: np.ndarray, mask: np.ndarray) -> Mapping[actshard.Layer, np.ndarray]:
@@ -413,7 +413,7 @@ def test_an_error_of_the_writer_is_the_error_of_the_capture(tmp_path: Path, monk
             raise DiskFullError("no space left", path=tmp_path)
         append(self, *arguments, **named)
 
-    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
+    monkeypatch.setattr("actshard.writing.capturing.job.BATCHES_OF_A_WINDOW", 1)
     examples = inputs(60)
     with monkeypatch.context() as patched:
         patched.setattr(Writer, "append", full)
@@ -433,11 +433,11 @@ warnings.simplefilter("ignore")
 sys.path.insert(0, sys.argv[1])
 import numpy as np
 import actshard
-import actshard.capturing.job, actshard.capturing.windows as windows
+import actshard.writing.capturing.job, actshard.writing.capturing.windows as windows
 from test_capture import in_context, inputs
 
-actshard.capturing.job.BATCHES_OF_A_WINDOW = 2
-windows.CELL = actshard.capturing.job.CELL = 32
+actshard.writing.capturing.job.BATCHES_OF_A_WINDOW = 2
+windows.CELL = actshard.writing.capturing.job.CELL = 32
 path, format, calls = sys.argv[2], sys.argv[3], int(sys.argv[4])
 
 def killed(ids, mask):
@@ -537,7 +537,7 @@ def test_the_request_and_the_metadata_record_what_was_captured(tmp_path: Path) -
 def test_windows_are_bounded_and_begin_anew_with_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(windows, "CELL", 20)
     encodings = Encodings(None, "input_ids", (), True, None, False)
-    from actshard.capturing.choosing import choice_of
+    from actshard.writing.capturing.choosing import choice_of
 
     rows = [{"input_ids": ids} for ids in inputs(103)]
     limits = windows.Limits(tokens=90, rows=40)

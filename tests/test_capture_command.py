@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import actshard
+from actshard.base.errors import ActshardError
 from actshard.cli import app
-from actshard.errors import ActshardError
 from conftest import refuses
 
 MODULE = """

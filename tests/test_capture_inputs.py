@@ -33,7 +33,7 @@ def test_padding_of_tokenized_records_is_not_stored(tmp_path: Path) -> None:
 @pytest.mark.parametrize("once", [False, True])
 def test_empty_chats_and_lists_of_ids_are_empty_examples(once: bool, tmp_path: Path) -> None:
     """``[]`` may be either."""
-    from actshard.capturing.records import records_of
+    from actshard.writing.capturing.records import records_of
 
     def read(texts: list[Any]) -> tuple[str, list[Any]]:
         records = records_of(iter(texts) if once else texts)
@@ -150,7 +150,7 @@ COLUMNS: dict[str, tuple[list[Any], str | None]] = {
 def test_a_column_has_one_type_whatever_the_windows_or_is_refused_at_once(
     case: str, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("actshard.capturing.records._PIECE", piece)
+    monkeypatch.setattr("actshard.writing.capturing.records._PIECE", piece)
     values, kind = COLUMNS[case]
     rows = [{"input_ids": [i + 1], "c": value} for i, value in enumerate(values)]
 

@@ -108,7 +108,7 @@ def test_names_of_hooks_and_modules(tmp_path: Path) -> None:
         assert not np.allclose(store.sequence(example, "layers.1.mlp"), expected[2])
 
 
-@pytest.mark.filterwarnings("ignore:.*example 3. no token is chosen:actshard.errors.ActshardWarning")  # one word
+@pytest.mark.filterwarnings("ignore:.*example 3. no token is chosen:actshard.base.errors.ActshardWarning")  # one word
 def test_chosen_tokens_are_those_of_the_whole_sequences(tmp_path: Path) -> None:
     """On the device, before anything is copied: the last, the mean, positions, and those of a function."""
     import pyarrow.compute as pc
@@ -354,7 +354,7 @@ def test_one_changed_weight_is_refused_on_resume(tmp_path: Path, monkeypatch: py
     """The digest of the weights is of a sample; the rows of an example are of all weights before its layers."""
     import torch
 
-    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
+    monkeypatch.setattr("actshard.writing.capturing.job.BATCHES_OF_A_WINDOW", 1)
     model, tokenizer, texts = model_of("gpt2"), trained_tokenizer(), sentences(60)
 
     def stop(progress: actshard.CaptureProgress) -> None:

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.capturing.encoding import Example
+from actshard.writing.capturing.encoding import Example
 from test_capture import TABLE, inputs
 
 
 def interrupted(function: Any, texts: Any, path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """A capture that ends in an error after some commits."""
-    monkeypatch.setattr("actshard.capturing.job.BATCHES_OF_A_WINDOW", 1)
+    monkeypatch.setattr("actshard.writing.capturing.job.BATCHES_OF_A_WINDOW", 1)
 
     def stop(progress: actshard.CaptureProgress) -> None:
         if progress.examples > 40:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.base.request import RECORD, Request
 from actshard.formats import merging as format_merging
-from actshard.request import RECORD, Request
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle", "npy", "safetensors", "hf_arrow")
 MERGED = ("saev", "lmprobe", "zarr", "pickle")
@@ -98,7 +98,7 @@ def test_a_killed_merge_of_parts_that_changed_is_not_finished(
     format: str, steps: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts = [written(tmp_path / name, format, k + 1.0, 100 * k) for k, name in enumerate("ab")]
-    take, finish = format_merging.Merge.take, type(actshard.merging.merger_of(format)).finish
+    take, finish = format_merging.Merge.take, type(actshard.writing.merging.merger_of(format)).finish
     taken: list[Path] = []
 
     class KilledError(BaseException):
@@ -115,10 +115,10 @@ def test_a_killed_merge_of_parts_that_changed_is_not_finished(
 
     with monkeypatch.context() as patch:
         patch.setattr(format_merging.Merge, "take", take_some)
-        patch.setattr(type(actshard.merging.merger_of(format)), "finish", finish_none)
+        patch.setattr(type(actshard.writing.merging.merger_of(format)), "finish", finish_none)
         with pytest.raises(KilledError):
             actshard.merge(tmp_path / "m", parts)
-    assert type(actshard.merging.merger_of(format)).finish is finish
+    assert type(actshard.writing.merging.merger_of(format)).finish is finish
     (parts[0] / "README.md").write_text("new")
     for resume in (False, True):  # the same parts finish it, also with other files in their folders
         shutil.copytree(tmp_path / "m", tmp_path / f"copy{resume}")

@@ -20,11 +20,12 @@ import pyarrow as pa
 import pytest
 
 import actshard
-from actshard import _native, codes, tokens
-from actshard.codes import Remark
+from actshard import _native, tokens
+from actshard.base import codes
+from actshard.base.codes import Remark
+from actshard.base.location import Location
 from actshard.formats import registry
-from actshard.location import Location
-from actshard.verifying import CODES
+from actshard.reading.verifying import CODES
 from arrow_files import unended, with_null
 from conftest import GOLDEN, rewrite_index, saev_dump
 from pickle_files import mixed
@@ -439,7 +440,7 @@ def test_every_code_that_is_raised_is_declared() -> None:
     assert len(raised) > 50
     assert raised <= declared
     assert set(_native.finding_codes()) <= CODES.keys()
-    assert {code for cls in vars(actshard.errors).values() if (code := getattr(cls, "code", None))} <= declared
+    assert {code for cls in vars(actshard.base.errors).values() if (code := getattr(cls, "code", None))} <= declared
     with pytest.raises(actshard.InternalError, match="no-such-code"):
         actshard.Report(SAEV, None, False).add("no-such-code", SAEV, "x")
 
@@ -458,7 +459,7 @@ def test_every_warning_has_a_code() -> None:
     made = 0
     for path in PACKAGE.rglob("*.py"):
         for call in nodes_of(path, ast.Call):
-            # Not warnings.warn, which actshard.errors.warn calls.
+            # Not warnings.warn, which actshard.base.errors.warn calls.
             if ast.unparse(call.func) in ("warn", "errors.warn"):
                 raised = ast.unparse(call)
                 assert any(x.arg == "code" for x in call.keywords) or "OverflowWarning" in raised, f"{path}: {raised}"

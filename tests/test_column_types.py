@@ -19,11 +19,11 @@ import pyarrow as pa
 import pytest
 
 import actshard
-from actshard.converting.previewing import preview
 from actshard.formats.npy.write import NpyTarget
 from actshard.formats.tables import IncompatibleTypesError, cast_exactly, common_schema, common_type
 from actshard.formats.target import AllExamples, Spec
 from actshard.writing.columns import Decided
+from actshard.writing.converting.previewing import preview
 from actshard.writing.given import _column
 from conftest import refuses
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import actshard
-from actshard._columns import numbers
+from actshard.base._columns import numbers
 
 IMPORTS = """
 import sys
@@ -60,7 +60,7 @@ def test_a_task_of_numbers_imports_no_pandas(format, tmp_path) -> None:
 def test_numbers_of_columns_are_arrays() -> None:
     import pyarrow as pa
 
-    from actshard._columns import array_of
+    from actshard.base._columns import array_of
 
     parts = [pa.array([1, 2], pa.int32()), pa.array([], pa.int32()), pa.array([7, 3, 4], pa.int32()).slice(1)]
     assert array_of(parts[0]).tolist() == [1, 2]

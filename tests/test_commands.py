@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import actshard
 import actshard.tokens
-from actshard import _arguments
+from actshard.base import _arguments
 from actshard.cli import app
 from actshard.cli._app import EXAMPLES, PANELS
 from conftest import GOLDEN

@@ -15,9 +15,9 @@ import pytest
 
 import actshard
 from actshard.cli.convert import show_previews
-from actshard.converting import blocks, preview
 from actshard.formats.saev.write import SaevTarget
 from actshard.writing import sink
+from actshard.writing.converting import blocks, preview
 from conftest import GOLDEN, bits, refuses, saev_dump
 from shell import run_command
 from waiting import PATIENCE
@@ -321,7 +321,7 @@ def test_verify_sees_one_changed_bit(tmp_path: Path, ragged: Path) -> None:
 
 
 def test_a_preview_of_all_formats_fits_a_terminal(ragged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = actshard.converting.preview(ragged, "d", dtype="float16")
+    found = actshard.writing.converting.preview(ragged, "d", dtype="float16")
     possible = [p for p in found if not p.refused]
     refused = [p for p in found if p.refused]
     assert len(possible) > 2
@@ -615,7 +615,7 @@ def test_columns_that_a_format_refuses_are_renamed_or_left_out(tmp_path: Path, s
     path = with_columns(tmp_path / "s", source, COLUMNS)
     with pytest.raises(actshard.ArgumentError, match=r"shard_index.*columns= \(--columns\) to rename columns"):
         actshard.convert(path, tmp_path / "t", "lmprobe")
-    (refused,) = actshard.converting.preview(path, tmp_path / "t", "lmprobe")
+    (refused,) = actshard.writing.converting.preview(path, tmp_path / "t", "lmprobe")
     assert "columns=" in str(refused.refused)
     text = "prompt" if source == "zarr" else "text_preview"
     renamed = {text: text, "shard_index": "part", "verb": "verb"}
@@ -762,7 +762,7 @@ def test_labels_follow_their_tokens_or_are_a_loss(
     with actshard.create(tmp_path / "s", "saev", layers=[0], d_model=4, cls_token=cls_token) as writer:
         writer.append(np.ones((6, 1, 4 + cls_token, 4), np.float32), labels=labels)
     source = writer.path if by == "saev" else actshard.convert(writer.path, tmp_path / "npy", "npy").path
-    foretold = actshard.converting.preview(source, tmp_path / "t", format, **options)
+    foretold = actshard.writing.converting.preview(source, tmp_path / "t", format, **options)
     done = actshard.convert(source, tmp_path / "t", format, **options)
     assert ("labels" in [loss.what for loss in done.losses]) == (kept is None)
     assert [[str(loss) for loss in each.losses] for each in foretold if each.format == format] == [

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.converting.columns import _EXAMINED
+from actshard.writing.converting.columns import _EXAMINED
 
 LENGTHS = (2, 5, 1, 3)
 

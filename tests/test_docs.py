@@ -6,7 +6,7 @@ import re
 import runpy
 from pathlib import Path
 
-from actshard import codes
+from actshard.base import codes
 from actshard.cli import app
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.faults import Faults
+from actshard.base.faults import Faults
 from actshard.formats import draft_keeping, draft_torch, kept
 from conftest import bits
 from draft_files import DRAFT, Expected, check_reads, copied
@@ -129,9 +129,9 @@ def test_few_files_options_and_verify(tmp_path: Path, parsed: list[int], monkeyp
 
 def indexed(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """What is kept of a folder of three parts and twelve files."""
+    from actshard.base.location import Location
     from actshard.formats.contents import Options
     from actshard.formats.specforge.files import FOLDER
-    from actshard.location import Location
 
     dataset = FOLDER.dataset(Location.at(path), Options("pread"))
     assert dataset.keys is not None

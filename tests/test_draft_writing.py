@@ -74,8 +74,8 @@ def tmp_path() -> Iterator[Path]:
 
 def tensors(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """Files of examples in order of their numbers, each with its value."""
-    from actshard.containers import StoredArray, read_torch
-    from actshard.location import Location
+    from actshard.base.containers import StoredArray, read_torch
+    from actshard.base.location import Location
 
     store = opened(path)
     names = store.table["file"].to_pylist()

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.errors import ActshardError, DtypeError, FormatError, UnsupportedError
-from actshard.location import Location
+from actshard.base.errors import ActshardError, DtypeError, FormatError, UnsupportedError
+from actshard.base.location import Location
 
 FLOATS = ("float16", "float32", "float64", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 FLOATS += ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
@@ -139,7 +139,7 @@ def put_safetensors(folder: Path, spelling: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_each_type_of_safetensors_is_read(name: str, tmp_path: Path) -> None:
-    from actshard._arguments import name_of
+    from actshard.base._arguments import name_of
 
     data = elements(name).tobytes()
     header = json.dumps(

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.errors import ActshardError
+from actshard.base.errors import ActshardError
 from actshard.formats.torch_zip import torch_bytes
 
 ROWS = np.arange(24, dtype=np.float32).reshape(3, 8)

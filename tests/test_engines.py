@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import actshard
-from actshard.runners.element import Element
-from actshard.runners.tasks import outcomes_at, plan_file
+from actshard.plan.runners.element import Element
+from actshard.plan.runners.tasks import outcomes_at, plan_file
 from engine_work import N, Work, converted, environment, files, planned
 from waiting import PATIENCE, wait_until
 
@@ -246,7 +246,7 @@ def test_an_element_is_queued_again_as_long_as_it_gets_on(work: Work, monkeypatc
             raise SystemExit
         return outcomes_at(file, some)
 
-    monkeypatch.setattr("actshard.runners.element.outcomes_at", outcomes)
+    monkeypatch.setattr("actshard.plan.runners.element.outcomes_at", outcomes)
     running = Element(0)
     with pytest.raises(SystemExit):
         running(file, tasks)

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
-from actshard import tokens, work
+from actshard import tokens
+from actshard.base import work
 from actshard.tokens import sources
 from conftest import GOLDEN
 

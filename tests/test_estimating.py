@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.converting import predicting
+from actshard.writing.converting import predicting
 from shell import run_command
 
 WIDTH = 32

@@ -18,9 +18,11 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import finding, formats, storage
-from actshard.location import Location
-from actshard.work import marks
+from actshard import formats
+from actshard.base import storage
+from actshard.base.location import Location
+from actshard.base.work import marks
+from actshard.reading import finding
 from conftest import GOLDEN, refuses, saev_dump
 
 LMPROBE = GOLDEN / "lmprobe/fullseq_f32"

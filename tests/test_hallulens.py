@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.converting import planning
 from actshard.formats.hallulens import read
+from actshard.writing.converting import planning
 from conftest import GOLDEN, refuses
 
 CAPTURES = sorted(p.parent for p in (GOLDEN / "hallulens_v1").glob("*/expected.npz"))

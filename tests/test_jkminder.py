@@ -80,7 +80,7 @@ def test_a_pair_of_caches_reads_aligned_rows_and_compares_tokens(tmp_path: Path)
 
 def changed(path: Path, value: np.int64, at: int) -> None:
     """Writes an element of a tensor of a torch file in place."""
-    (file,) = actshard.containers.read_torch([actshard.location.Location.of(path)])
+    (file,) = actshard.base.containers.read_torch([actshard.base.location.Location.of(path)])
     data = bytearray(path.read_bytes())
     data[file.value.offset + 8 * at : file.value.offset + 8 * at + 8] = value.tobytes()
     path.write_bytes(data)

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.base.location import Location
 from actshard.formats import kept
 from actshard.formats.layout_toml import keeping
-from actshard.location import Location
 from conftest import bits
 
 N = 40

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import layers
+from actshard.base import layers
 from actshard.cli._layers import of_store, renamed, several
 from conftest import install, refuses
 

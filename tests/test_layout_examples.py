@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.errors import ActshardError, ArgumentError, FormatError
+from actshard.base.errors import ActshardError, ArgumentError, FormatError
 from actshard.formats import registry
 from actshard.formats.torch_zip import torch_bytes
 

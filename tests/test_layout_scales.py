@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.errors import ActshardError, FormatError, MissingFileError, UnsupportedError
+from actshard.base.errors import ActshardError, FormatError, MissingFileError, UnsupportedError
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 CODES = {"float8_e4m3fn": ml_dtypes.float8_e4m3fn, "float8_e5m2": ml_dtypes.float8_e5m2, "int8": np.int8}

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.errors import (
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     FormatError,
@@ -25,9 +25,9 @@ from actshard.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
+from actshard.base.location import Location
 from actshard.formats import registry
 from actshard.formats.layout_toml import description
-from actshard.location import Location
 from conftest import GOLDEN
 from shell import run_command
 from test_runners import command

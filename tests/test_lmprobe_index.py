@@ -608,7 +608,7 @@ def test_damaged_bytes_anywhere_in_the_index_read_or_are_refused(lmprobe_copy: C
         damaged[at] ^= 1 << rng.integers(8)
         (path / PART).write_bytes(damaged)
         try:
-            store = actshard.opening.open_quietly(path, "lmprobe", "mmap")
+            store = actshard.reading.opening.open_quietly(path, "lmprobe", "mmap")
             assert store.table.num_rows == store.num_examples
             store.last_tokens(store.layers[0])
         except actshard.ActshardError as error:

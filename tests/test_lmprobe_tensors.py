@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import actshard
-from actshard.errors import HeaderError
+from actshard.base.errors import HeaderError
 from conftest import bits, refuses
 from lmprobe_files import PART, Copy, Meta, check, golden, hidden, put, shard
 

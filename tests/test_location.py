@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
-from actshard import finding
-from actshard.errors import MissingFileError
-from actshard.location import Location
-from actshard.storage import Entry, one_look
+from actshard.base.errors import MissingFileError
+from actshard.base.location import Location
+from actshard.base.storage import Entry, one_look
+from actshard.reading import finding
 from conftest import refuses
 
 FILES = {"a.bin": b"0123456789", "b.jsonl": b'{"x": 1}\n{"x": 2}\n', "web/train/0.bin": b"", "web/notes.txt": b"hello"}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.request import RECORD
+from actshard.base.request import RECORD
 from test_converting import stopped
 
 
@@ -33,7 +33,7 @@ def test_texts_of_all_shards_are_counted_in_the_losses(
         else "the source has none",
         *([f"{len(texts) - len(given)} examples have no text"] if 0 < len(given) < len(texts) else []),
     ]
-    (foretold,) = actshard.converting.preview(tmp_path / "s", tmp_path / "d", "lmprobe")
+    (foretold,) = actshard.writing.converting.preview(tmp_path / "s", tmp_path / "d", "lmprobe")
     done = [actshard.convert(tmp_path / "s", tmp_path / "d", "lmprobe", exist_ok=again) for again in (False, True)]
     monkeypatch.setattr("actshard.writing.sink.COMMIT_BYTES", 1)
     stopped(tmp_path / "s", tmp_path / "r", "lmprobe")
@@ -87,7 +87,7 @@ def test_columns_with_a_value_per_token_follow_the_tokens_or_are_a_loss(
     columns = {"input_ids": lists, "labels": lists, "scores": lists, "vector": [[1, 2]] * 4, "plain": [*range(4)]}
     with actshard.create(tmp_path / "s", "npy", layers=[0], d_model=4) as writer:
         writer.append([np.ones((1, n, 4), np.float32) for n in lengths], columns=columns)
-    (foretold,) = actshard.converting.preview(tmp_path / "s", tmp_path / "t", format, tokens="last")
+    (foretold,) = actshard.writing.converting.preview(tmp_path / "s", tmp_path / "t", format, tokens="last")
     done = actshard.convert(tmp_path / "s", tmp_path / "t", format, tokens="last")
     assert foretold.losses == done.losses
     table = actshard.open(done.path).table
@@ -108,9 +108,9 @@ def test_sizes_of_large_conversions_follow_from_samples(
     with actshard.create(tmp_path, "saev", layers=[0], d_model=64, num_examples=9000, tokens_per_example=2) as writer:
         labels = np.zeros((9000, 2), np.uint8)
         writer.append(np.random.default_rng(0).standard_normal((9000, 1, 2, 64), dtype=np.float32), labels=labels)
-    monkeypatch.setattr("actshard.converting.predicting.WHOLE_BYTES", 1_000_000)
-    monkeypatch.setattr("actshard.converting.predicting.SAMPLE_BYTES", 1_000_000)
-    (foretold,) = actshard.converting.preview(writer.path, tmp_path / "t", format)
+    monkeypatch.setattr("actshard.writing.converting.predicting.WHOLE_BYTES", 1_000_000)
+    monkeypatch.setattr("actshard.writing.converting.predicting.SAMPLE_BYTES", 1_000_000)
+    (foretold,) = actshard.writing.converting.preview(writer.path, tmp_path / "t", format)
     predicted = actshard.plan.convert(writer.path, tmp_path / "t", format, tasks=2).predicted
     done = actshard.convert(writer.path, tmp_path / "t", format)
     files = [path for path in done.path.rglob("*") if path.is_file()]
@@ -135,7 +135,7 @@ def test_attributes_of_later_stores_of_a_run_are_a_loss(tmp_path: Path, format: 
 
     run = write_run(tmp_path / "run", ["a", "a", "b", "c"])
     expected = 'dataset_name: "a" is kept, "b" of shard-0002.zarr is not'
-    (preview,) = actshard.converting.preview(run, tmp_path / "to", format)
+    (preview,) = actshard.writing.converting.preview(run, tmp_path / "to", format)
     done = actshard.convert(run, tmp_path / "to", format)
     for losses in (preview.losses, done.losses):
         assert [loss.detail for loss in losses if loss.what == "metadata"] == [expected]

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import formats, merging
-from actshard.work import Lock
+from actshard import formats
+from actshard.base.work import Lock
+from actshard.writing import merging
 from conftest import GOLDEN, refuses
 
 LAYERS, WIDTH = [3, 7], 8
@@ -554,7 +555,7 @@ def test_a_part_is_refused_while_a_merge_is_unfinished(
     tmp_path: Path, format: str, stop: int, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the merge has moved is in the dataset's folder and nowhere else."""
-    from actshard import merging
+    from actshard.writing import merging
 
     wanted = write_parts(tmp_path / "d", format)
     moved, rename = itertools.count(), merging.rename

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.mixing import MixedBatch, MixedStream
+from actshard.streaming.mixing import MixedBatch, MixedStream
 
 TOKENS, WIDTH = 4, 8
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.stream import norms
+from actshard.streaming import norms
 from conftest import GOLDEN
 
 

@@ -20,8 +20,8 @@ from tests.torture.budget import seed
 from tests.waiting import PATIENCE
 
 import actshard
-from actshard.footers import read_footer
-from actshard.location import Location
+from actshard.base.footers import read_footer
+from actshard.base.location import Location
 from conftest import GOLDEN, refuses
 
 MASKS = (0x55, 0x01, 0xFF)

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
+from actshard.base.location import Location
 from actshard.formats.parquet_vectors import files as rooms
-from actshard.location import Location
 from conftest import GOLDEN, bits, refuses
 
 FOLDERS = sorted(

@@ -11,7 +11,7 @@ import pytest
 
 import actshard
 import actshard.tokens
-from actshard._arguments import local_path
+from actshard.base._arguments import local_path
 from conftest import GOLDEN, refuses
 from shell import run_command
 

@@ -307,7 +307,7 @@ def test_lmprobe_reads_pooled_datasets_of_ours(lmprobe: Callable[[Path], Any], t
     wanted = made(tmp_path / "d", "lmprobe", pooled=True, dtype=dtype, shard_bytes=400, model="m/x", revision="abc")
     theirs = lmprobe(tmp_path / "d")
     raw, info = theirs.load_activation_dataset("golden/ours")
-    rows = np.stack(wanted)[:, :, 0].astype(actshard._arguments.dtype(dtype)[0]).astype(np.float32)
+    rows = np.stack(wanted)[:, :, 0].astype(actshard.base._arguments.dtype(dtype)[0]).astype(np.float32)
     for k, layer in enumerate((0, 5)):
         assert np.array_equal(raw[f"hidden.layer_{layer}"].float().numpy(), rows[:, k])
     assert info["num_prompts"] == 30

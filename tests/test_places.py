@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.staging import MARKER
+from actshard.writing.staging import MARKER
 from conftest import refuses
 from shell import run_script
 
@@ -206,7 +206,7 @@ def test_a_link_that_leads_nowhere_is_no_place_to_write_to(tmp_path: Path, forma
 
 STAGES = """
 import os, sys, actshard
-from actshard.staging import folder
+from actshard.writing.staging import folder
 remove, left = folder.remove, [int(sys.argv[3])]
 def dying(path):
     if left[0] == 0:

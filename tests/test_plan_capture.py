@@ -42,7 +42,7 @@ def states(ids: np.ndarray, mask: np.ndarray) -> dict[actshard.Layer, np.ndarray
     return {0: x, 3: np.cumsum(x, axis=1) + shape}
 
 
-def even_tokens(example: actshard.capturing.Example) -> Any:
+def even_tokens(example: actshard.writing.capturing.Example) -> Any:
     return example.ids % 2 == 0
 
 
@@ -183,7 +183,7 @@ def test_a_plan_with_other_fields_is_refused(
     changed = capturing.CapturePlan(
         "capture",
         value["arguments"],
-        tuple(actshard.inputs.Input(*item) for item in value["inputs"]),
+        tuple(actshard.reading.inputs.Input(*item) for item in value["inputs"]),
         tuple(value["tasks"]),
         actshard.plan.Predicted(**value["predicted"]),
         Path(value["work"]),

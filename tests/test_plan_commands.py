@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import cli, runners
+from actshard import cli
 from actshard.cli import _plan_commands, planning, running
-from actshard.plan import Status, measuring
+from actshard.plan import Status, measuring, runners
 from actshard.plan.book import Attempt
 from test_runners import Done, command
 

@@ -19,11 +19,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard import formats, inputs, work
-from actshard.converting import predicting
-from actshard.converting.segments import balanced
+from actshard import formats
+from actshard.base import work
 from actshard.plan.book import ALIVE_SECONDS, Book
 from actshard.plan.data import Planned
+from actshard.reading import inputs
+from actshard.writing.converting import predicting
+from actshard.writing.converting.segments import balanced
 from conftest import GOLDEN
 from waiting import PATIENCE
 

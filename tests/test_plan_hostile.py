@@ -18,10 +18,10 @@ import pytest
 
 import actshard
 from actshard.formats.pickle import read as pickle_read
-from actshard.inputs import Input
 from actshard.plan import converting_checks, data
 from actshard.plan.book import work_folder
 from actshard.plan.data import identity
+from actshard.reading.inputs import Input
 from pickle_files import item, write
 
 WRONG: list[Any] = [None, True, -1, 1.5, 1 << 70, "x", "../x", "/etc/x", "", "\0", [], [0], [[1, 2]], {}, {"a": 1}]

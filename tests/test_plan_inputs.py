@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import inputs
-from actshard.location import Location
+from actshard.base.location import Location
+from actshard.reading import inputs
 from conftest import GOLDEN
 
 

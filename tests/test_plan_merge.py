@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.errors import ArgumentTypeError
+from actshard.base.errors import ArgumentTypeError
 from actshard.formats.merging import Assembled
 from conftest import refuses
 

@@ -17,8 +17,8 @@ import pytest
 from tests.torture.budget import TORTURE
 
 import actshard
-from actshard.converting import blocks
-from actshard.converting.blocks import read
+from actshard.writing.converting import blocks
+from actshard.writing.converting.blocks import read
 from conftest import GOLDEN
 from waiting import PATIENCE
 

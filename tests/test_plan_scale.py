@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.converting.planning import ConversionRequest
 from actshard.plan.data import Predicted
 from actshard.plan.plan import Plan
-from actshard.runners.local import last_to_first
-from actshard.store import Store
+from actshard.plan.runners.local import last_to_first
+from actshard.reading.store import Store
+from actshard.writing.converting.planning import ConversionRequest
 
 
 @pytest.fixture

@@ -20,10 +20,11 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import staging, tokens
+from actshard import tokens
 from actshard.plan import staging as planning
 from actshard.plan.book import Book
 from actshard.plan.data import identity
+from actshard.writing import staging
 from conftest import GOLDEN, refuses, saev_dump
 from hub import hub
 from served import Served, served

@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.stats import Stats
-from actshard.stats.sums import Sums
+from actshard.looking.stats import Stats
+from actshard.looking.stats.sums import Sums
 from conftest import GOLDEN
 from shell import run_script
 

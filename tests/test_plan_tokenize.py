@@ -31,9 +31,9 @@ from tests.tokens.conftest import BUILDS, GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
-from actshard.inputs import Input
 from actshard.plan import Plan, load, tokenize
 from actshard.plan.data import identity
+from actshard.reading.inputs import Input
 from actshard.tokens import estimating, pieces
 from actshard.tokens.processing import processor_of
 

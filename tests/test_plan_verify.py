@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.request import Digest
-from actshard.verifying.deep import first_row, joined
+from actshard.base.request import Digest
+from actshard.reading.verifying.deep import first_row, joined
 from conftest import GOLDEN
 from test_verifying import CASES
 

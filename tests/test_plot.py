@@ -14,11 +14,11 @@ import actshard
 from actshard import plot
 from actshard.cli import app
 from actshard.cli._options import PLOTS, PLOTS_OF_CACHES
+from actshard.looking.stats.summary import Norms
 from actshard.plot.activations import thinned
 from actshard.plot.norms import QUANTILES, bars, density, least_shift
 from actshard.plot.sampled import compared
 from actshard.plot.style import labels, number
-from actshard.stats.summary import Norms
 from actshard.tokens import open_cache
 from actshard.tokens.looking import look
 from conftest import GOLDEN, refuses

@@ -21,9 +21,9 @@ import pytest
 
 import actshard
 from actshard import formats
-from actshard.finding import find_any
-from actshard.location import Location
-from actshard.pushing.buckets import Bucket
+from actshard.base.location import Location
+from actshard.reading.finding import find_any
+from actshard.writing.pushing.buckets import Bucket
 from conftest import GOLDEN, refuses
 from hub import hub as hub_server
 from served import Served, served
@@ -645,7 +645,7 @@ class Hub:
 def test_the_hub_gets_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub.module)
-    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {".gitattributes": (10, "")})
+    monkeypatch.setattr("actshard.writing.pushing.hub._there", lambda native: {".gitattributes": (10, "")})
     hub.exists = False
     done = actshard.push(SAEV, "hf://datasets/lab/acts/run", {"token": "hf_secret"})
     (commit,) = hub.commits
@@ -655,7 +655,7 @@ def test_the_hub_gets_one_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     names = {f"run/{name}" for name in contents(SAEV)}
     assert {name for _, name, _ in commit["operations"]} == names | {"run/README.md"}
     assert done.sent_files == len(names)
-    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {"run/other": (3, "")})
+    monkeypatch.setattr("actshard.writing.pushing.hub._there", lambda native: {"run/other": (3, "")})
     with pytest.raises(actshard.ExistsError, match="contains other files"):
         actshard.push(SAEV, "hf://datasets/lab/acts/run", {"token": "hf_secret"})
     actshard.push(SAEV, "hf://datasets/lab/acts/run", overwrite=True)
@@ -706,7 +706,7 @@ def test_a_push_to_the_hub_replaces_nothing_by_itself(tmp_path: Path, monkeypatc
         same(quietly("hf://datasets/lab/acts", storage_options=options), quietly(other))
         repository.commit({name: data for name, data in there.items() if name != ".zgroup"})
         assert to(other).sent_files == 1
-        monkeypatch.setattr("actshard.pushing.hub._PER_FOLDER", 1)
+        monkeypatch.setattr("actshard.writing.pushing.hub._PER_FOLDER", 1)
         with pytest.raises(actshard.ArgumentError, match="the hub accepts 1 in a folder"):
             to(other)
 
@@ -724,7 +724,7 @@ def test_a_push_to_the_hub_replaces_nothing_by_itself(tmp_path: Path, monkeypatc
 def test_messages_of_the_hub_contain_no_secrets(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = Hub()
     monkeypatch.setitem(sys.modules, "huggingface_hub", hub.module)
-    monkeypatch.setattr("actshard.pushing.hub._there", lambda native: {})
+    monkeypatch.setattr("actshard.writing.pushing.hub._there", lambda native: {})
     hub.error = RuntimeError(said)
     with pytest.raises(actshard.FileAccessError, match="cannot write: RuntimeError: ") as caught:
         actshard.push(SAEV, "hf://datasets/lab/acts", {"token": "hf_SECRET"})

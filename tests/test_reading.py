@@ -21,7 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard import _native, errors
+from actshard import _native
+from actshard.base import errors
 from conftest import GOLDEN, bits, saev_dump
 
 SAEV = GOLDEN / "saev/v21_cls_labels_multishard"

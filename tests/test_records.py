@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.base.request import RECORD, Request
 from actshard.plan import Plan
-from actshard.request import RECORD, Request
 from shell import run_script
 from test_places import values, written
 

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 import actshard
-from actshard import finding, tokens
+from actshard import tokens
+from actshard.base.location import Location
 from actshard.formats import Options, registry
 from actshard.formats.report import Report
-from actshard.location import Location
+from actshard.reading import finding
 from actshard.tokens import ledger
 from conftest import GOLDEN, refuses
 

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 import actshard
 from actshard.cli import app
-from actshard.examining import massive_rows
-from actshard.reporting.caches import _packing
-from actshard.reporting.page import Grid, Page, colour_of, quoted
-from actshard.stats.across import advice_of, together
-from actshard.stats.advice import Advice
+from actshard.looking.examining import massive_rows
+from actshard.looking.reporting.caches import _packing
+from actshard.looking.reporting.page import Grid, Page, colour_of, quoted
+from actshard.looking.stats.across import advice_of, together
+from actshard.looking.stats.advice import Advice
 from actshard.tokens import CacheWriter, open_cache
 from actshard.tokens.looking import Fill, look
 from conftest import GOLDEN, SAEV, refuses
@@ -505,7 +505,7 @@ def test_findings_of_one_kind_in_many_layers_are_one() -> None:
 
 
 def test_advice_is_sorted_and_bounded() -> None:
-    from actshard.reporting.page import MOST_FINDINGS
+    from actshard.looking.reporting.page import MOST_FINDINGS
 
     page = Page("", "", [])
     page.advice = [Advice(s, str(i), "") for i, s in enumerate(["note", "error", "warning"] * 30)]

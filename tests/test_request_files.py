@@ -180,7 +180,7 @@ def test_ctrl_c_keeps_committed_examples_and_resume_goes_on(requests: Path, tmp_
 
 SCRIPT = """
 import os, signal, sys
-from actshard.capturing import request_files
+from actshard.writing.capturing import request_files
 from actshard.compat import vllm
 from actshard.writing import Writer
 request_files._BLOCK = 1

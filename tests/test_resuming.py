@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import work
-from actshard.request import RECORD
+from actshard.base import work
+from actshard.base.request import RECORD
 from actshard.writing.sink import Sink
 from conftest import refuses
 from waiting import PATIENCE

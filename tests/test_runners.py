@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 
 import actshard
-from actshard import _arguments, cli
-from actshard.runners import capacity
+from actshard import cli
+from actshard.base import _arguments
+from actshard.plan.runners import capacity
 from conftest import refuses
 from waiting import PATIENCE, wait_until
 

@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.sampled.rows import sample, spread
-from actshard.sampled.separability import predicted
-from actshard.sampled.similarity import minibatches, u_centred
-from actshard.sampled.spectrum import decomposed
-from actshard.stream.rows import SelectedRows
-from actshard.stream.selection import CONTENT
+from actshard.looking.sampled.rows import sample, spread
+from actshard.looking.sampled.separability import predicted
+from actshard.looking.sampled.similarity import minibatches, u_centred
+from actshard.looking.sampled.spectrum import decomposed
+from actshard.streaming.rows import SelectedRows
+from actshard.streaming.selection import CONTENT
 from conftest import GOLDEN
 from served import served
 
@@ -455,7 +455,7 @@ def test_labels_of_tokens_of_examples_of_different_lengths(tmp_path: Path) -> No
 
 def test_means_are_those_of_content_tokens_of_each_example(tmp_path: Path) -> None:
     """Against a loop, for examples of different lengths and an example without tokens."""
-    from actshard.sampled.separability import _features
+    from actshard.looking.sampled.separability import _features
 
     lengths = [3, 1, 7, 4, 2]
     parts = [normal(n, 4, seed=n) for n in lengths]
@@ -472,7 +472,7 @@ def test_means_are_those_of_content_tokens_of_each_example(tmp_path: Path) -> No
 
 
 def test_special_tokens_are_not_in_the_mean(tmp_path: Path) -> None:
-    from actshard.sampled.separability import _features
+    from actshard.looking.sampled.separability import _features
 
     store = actshard.open(SPECIAL)
     assert store.special_tokens == 1

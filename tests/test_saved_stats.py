@@ -16,9 +16,9 @@ import pytest
 from safetensors.numpy import load_file
 
 import actshard
-from actshard import saved
-from actshard.stats import Stats
-from actshard.stream.selection import CONTENT, Selection
+from actshard.looking import saved
+from actshard.looking.stats import Stats
+from actshard.streaming.selection import CONTENT, Selection
 from conftest import GOLDEN, saev_dump
 from served import served
 
@@ -363,7 +363,7 @@ def test_wrong_arguments_are_refused_before_rows_are_read(
 ) -> None:
     store = actshard.open(data)
     never(monkeypatch)
-    monkeypatch.setattr(actshard.stream.selection, "within", None)
+    monkeypatch.setattr(actshard.streaming.selection, "within", None)
     with pytest.raises(actshard.ArgumentError):
         store.stream(3, 4, max_norm=3.0, **options)
     with pytest.raises(actshard.ArgumentError):
@@ -387,7 +387,7 @@ def test_wrong_arguments_of_one_verb_are_refused_before_rows_are_read(
 ) -> None:
     store = actshard.open(data)
     never(monkeypatch)
-    monkeypatch.setattr(actshard.stream.selection, "within", None)
+    monkeypatch.setattr(actshard.streaming.selection, "within", None)
     with pytest.raises((actshard.ArgumentError, actshard.DtypeError, actshard.NotStoredError)):
         getattr(store, verb)(3, max_norm=3.0, center="mean", **options)
 

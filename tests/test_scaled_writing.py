@@ -140,7 +140,9 @@ def test_a_conversion_reports_the_error_and_compares_what_was_stored(tmp_path: P
         actshard.convert(source, tmp_path / "out", "speculators", dtype="float8_e4m3fn", scales="layer", exist_ok=True)
     with pytest.raises(actshard.ExistsError, match="another dataset"):
         actshard.convert(source, tmp_path / "out", "speculators", exist_ok=True)
-    (plan,) = actshard.converting.preview(source, tmp_path / "plan", "speculators", dtype="int8", scales="channel")
+    (plan,) = actshard.writing.converting.preview(
+        source, tmp_path / "plan", "speculators", dtype="int8", scales="channel"
+    )
     assert any(x.what == "scales" and "convert() measures the error" in x.detail for x in plan.losses)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actshard
-from actshard._schema import Amount, Count, FileName, MismatchError, Rule, at_least, json_values, read
+from actshard.base._schema import Amount, Count, FileName, MismatchError, Rule, at_least, json_values, read
 
 
 class Range(NamedTuple):

@@ -12,8 +12,8 @@ import pytest
 from numpy.typing import NDArray
 
 import actshard
-from actshard.stream.content import content_range
-from actshard.stream.selection import Selection
+from actshard.streaming.content import content_range
+from actshard.streaming.selection import Selection
 
 LAYERS, WIDTH = [2, 5], 4
 
@@ -193,7 +193,7 @@ def test_a_plan_takes_selections_that_a_file_can_name(tmp_path: Path) -> None:
         expected = store.stats(2, keep=keep, min_token=2)
         assert plan.commit()[2].as_plain() == expected.as_plain()
         rows = Selection(keep=keep, min_token=2).resolve(store, [2])
-        kept = actshard.saved.kept(store, 2, rows)
+        kept = actshard.looking.saved.kept(store, 2, rows)
         assert kept is not None
         assert kept.rows == expected.rows == rows.count
     for options in ({"max_norm": 3.0}, {"keep": np.ones(8, bool)}, {"keep": lambda table: np.ones(8, bool)}):

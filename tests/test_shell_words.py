@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import inputs
 from actshard.cli import main
 from actshard.cli._layers import of_store
 from actshard.cli._messages import Spelling
+from actshard.reading import inputs
 from conftest import GOLDEN
 from test_commands import leaves
 

@@ -13,7 +13,7 @@ import pytest
 
 import actshard
 import slurm_cluster
-from actshard.runners import squeue
+from actshard.plan.runners import squeue
 from engine_work import Work, environment, when
 from slurm_cluster import ask
 from waiting import PATIENCE, wait_until

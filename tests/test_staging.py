@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import staging, tokens
+from actshard import tokens
+from actshard.writing import staging
 from conftest import GOLDEN, refuses, saev_dump
 from hub import hub
 from served import Served, served
@@ -110,7 +111,7 @@ def test_what_changed_is_fetched_and_nothing_else(server: Served, tmp_path: Path
 
 CHILD = """
     import json, os, signal, sys
-    from actshard import staging
+    from actshard.writing import staging
     staging.copying._FILES = 2
     url, folder, options, layers, after = json.loads(sys.argv[1])
     def progress(what, done, total):
@@ -324,7 +325,7 @@ def test_a_copy_of_the_hub_knows_its_commit(tmp_path: Path, monkeypatch: pytest.
         assert actshard.stage("hf://datasets/lab/acts", tmp_path / "copy").fetched == 0
         assert lab.count("resolve") == before
         with monkeypatch.context() as patch:
-            patch.setattr(actshard.staging, "check_digests", lambda *_: sys.exit("killed"))
+            patch.setattr(actshard.writing.staging, "check_digests", lambda *_: sys.exit("killed"))
             with pytest.raises(SystemExit):
                 actshard.stage("hf://datasets/lab/acts", tmp_path / "other")
         with monkeypatch.context() as patch:  # the files of the killed call are compared, too
@@ -420,7 +421,7 @@ def test_a_kill_between_the_renames_keeps_files_of_the_user(server: Served, tmp_
     (copy / "mine").write_text("mine")
     (far / ".zattrs").write_text((far / ".zattrs").read_text() + " ")
     end = "pathlib.Path.rename = lambda *a: os.kill(os.getpid(), signal.SIGKILL)"
-    code = f"import os, pathlib, signal, sys, json; from actshard import staging; {end}; u, f, o = json.loads(sys.argv[1]);"
+    code = f"import os, pathlib, signal, sys, json; from actshard.writing import staging; {end}; u, f, o = json.loads(sys.argv[1]);"
     words = [sys.executable, "-W", "ignore", "-c", f"{code} staging.stage(u, f, storage_options=o)"]
     words.append(json.dumps([url, str(copy), server.options]))
     assert subprocess.run(words, check=False, timeout=PATIENCE).returncode == -signal.SIGKILL

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import actshard
-from actshard.stats import MASSIVE, Stats
-from actshard.stats.summary import HASHES, Norms, NormsByPosition, Summary
+from actshard.looking.stats import MASSIVE, Stats
+from actshard.looking.stats.summary import HASHES, Norms, NormsByPosition, Summary
 
 N, T, D = 60, 100, 24
 
@@ -384,8 +384,8 @@ def test_dimensions_of_a_large_root_mean_square_are_outliers(tmp_path: Path) -> 
 @pytest.mark.parametrize("tokens", ["content", "last"])
 def test_sampled_rows_are_those_of_the_seed(tmp_path: Path, rows: NDArray[np.float32], tokens: Any) -> None:
     """Against numpy over the rows that a spectrum of the same size and seed reads."""
-    from actshard.sampled.rows import sample
-    from actshard.stream.selection import Selection
+    from actshard.looking.sampled.rows import sample
+    from actshard.streaming.selection import Selection
 
     store = made(tmp_path / "store", rows)
     at = sample(Selection(tokens).resolve(store, ["a"]), 50, 3)

@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 import pytest
 
 import actshard
-from actshard import quality
+from actshard.streaming import quality
 from conftest import GOLDEN, refuses, saev_dump
 from shell import run_script
 from waiting import PATIENCE

@@ -105,7 +105,7 @@ def test_an_expensive_test_without_a_mark_is_named_and_far_above_the_limit_fails
     ("path", "test"),
     [
         ("python/actshard/formats/saev/read.py", "tests/test_saev_errors.py"),
-        ("python/actshard/merging.py", "tests/test_merging.py"),
+        ("python/actshard/writing/merging.py", "tests/test_merging.py"),
         ("python/actshard/tokens/building.py", "tests/tokens/test_building.py"),
         ("rust/core/src/parse/pickle/machine.rs", "tests/test_pickle.py"),
         ("docs/tokens.md", "tests/test_docs_blocks.py"),

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import actshard
 from actshard.cli import app
-from actshard.examining import examine
+from actshard.looking.examining import examine
 from actshard.tokens import load_tokenizer
 from conftest import GOLDEN, SAEV, refuses, saev_dump
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actshard.containers import RefusedObject, StoredArray, TorchFile, read_torch
-from actshard.errors import ActshardError, FormatError, UnsafePickleError, UnsupportedError
-from actshard.location import Location
+from actshard.base.containers import RefusedObject, StoredArray, TorchFile, read_torch
+from actshard.base.errors import ActshardError, FormatError, UnsafePickleError, UnsupportedError
+from actshard.base.location import Location
 from conftest import GOLDEN
 
 ZOO = GOLDEN / "containers" / "pt_zoo"

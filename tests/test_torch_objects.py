@@ -25,9 +25,9 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.containers import RefusedObject, TorchFile, read_torch
-from actshard.errors import ActshardError, UnsafePickleError, UnsupportedError
-from actshard.location import Location
+from actshard.base.containers import RefusedObject, TorchFile, read_torch
+from actshard.base.errors import ActshardError, UnsafePickleError, UnsupportedError
+from actshard.base.location import Location
 
 STATES = np.random.default_rng(7).standard_normal((5, 8)).astype(np.float32)
 

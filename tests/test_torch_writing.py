@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.containers import RefusedObject, StoredArray, TorchFile, read_torch
+from actshard.base.containers import RefusedObject, StoredArray, TorchFile, read_torch
+from actshard.base.location import Location
 from actshard.formats import torch_zip
 from actshard.formats.torch_zip import NewTensor, TorchArchive, torch_bytes
-from actshard.location import Location
 from conftest import GOLDEN
 
 DTYPES = [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import actshard
-from actshard.location import Location
+from actshard.base.location import Location
 from served import Served, served
 
 LARGE = 17 << 20

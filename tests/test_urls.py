@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.location import Location
+from actshard.base.location import Location
 from conftest import GOLDEN
 from served import Served, served
 from zarr_files import change

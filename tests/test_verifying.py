@@ -15,10 +15,10 @@ import pyarrow as pa
 import pytest
 
 import actshard
-from actshard._arguments import many
+from actshard.base._arguments import many
 from actshard.formats.lmprobe.read import Extraction
 from actshard.formats.report import Report
-from actshard.verifying import CODES
+from actshard.reading.verifying import CODES
 from conftest import GOLDEN, refuses, rewrite_index, saev_dump
 from shell import run_command
 from zarr_files import write_store

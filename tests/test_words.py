@@ -63,7 +63,7 @@ def test_prose_is_read_without_code(name: str) -> None:
 
 
 def test_prose_of_modules_has_docstrings_comments_and_messages() -> None:
-    kinds = {each.kind for each in python(HOME / "python/actshard/store.py")}
+    kinds = {each.kind for each in python(HOME / "python/actshard/reading/store.py")}
     assert kinds == {"docstring", "comment", "message"}
     kinds = {each.kind for each in rust(HOME / "rust/core/src/scan/look.rs")}
     assert {"docstring", "comment"} <= kinds

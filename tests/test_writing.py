@@ -32,7 +32,8 @@ RAGGED = ("lmprobe", "zarr", "pickle")
 def examples(lengths: list[int], dtype: str = "float32", layers: int = 2, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [
-        rng.standard_normal((layers, n, WIDTH)).astype(np.dtype(actshard._arguments.dtype(dtype)[0])) for n in lengths
+        rng.standard_normal((layers, n, WIDTH)).astype(np.dtype(actshard.base._arguments.dtype(dtype)[0]))
+        for n in lengths
     ]
 
 
@@ -524,7 +525,7 @@ def test_a_dataset_killed_before_its_first_commit_can_be_given_up_and_begun_agai
     wanted = examples([3, 3])
     pid = os.fork()
     if pid == 0:  # dies with uncommitted files on disk
-        actshard.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        actshard.base.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
         with actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH) as writer:
             writer.append(wanted)
             writer.flush()
@@ -563,7 +564,7 @@ def test_no_file_of_examples_that_were_never_committed_stays(
         writer.abort()
     pid = os.fork()
     if pid == 0:  # dies after the files are renamed, before the journal counts them
-        actshard.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        actshard.base.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
         with actshard.create(tmp_path / "d", format, resume=True, **call) as writer:
             writer.append(wanted[2:])
             writer.flush()
@@ -647,7 +648,7 @@ def test_killed_while_it_is_finished_it_is_finished_by_the_next(
     wanted = examples([3] * 7)
     own: dict[str, Any] = {"max_tokens_per_shard": 18} if format == "saev" else {}
     steps = 0
-    rename, sync = actshard.work.rename, actshard._native.sync_files
+    rename, sync = actshard.base.work.rename, actshard._native.sync_files
     for fail_at in range(60):
         path = tmp_path / str(fail_at)
         writer = actshard.create(path, format, layers=LAYERS, d_model=WIDTH, **own)

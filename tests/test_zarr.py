@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.request import RECORD
+from actshard.base.request import RECORD
 from conftest import GOLDEN, bits, refuses
 from zarr_files import change, write_array, write_store
 

@@ -25,8 +25,9 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard import _native, describing
+from actshard import _native
 from actshard.formats.zarr import package as _zarr_package
+from actshard.reading import describing
 from conftest import GOLDEN, refuses
 from shell import run_script
 from torture.chunk_damage import values

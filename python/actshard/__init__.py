@@ -11,8 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from actshard._native import build_info
-from actshard.converting import Conversion, convert
-from actshard.errors import (
+from actshard.base.errors import (
     ActshardError,
     ActshardWarning,
     ArgumentError,
@@ -44,32 +43,33 @@ from actshard.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from actshard.layers import Layer
-from actshard.merging import merge
-from actshard.opening import concat, open
-from actshard.stats import Stats
-from actshard.store import Store
-from actshard.stream import Batch, Stream
-from actshard.stream.sequences import SequenceBatch, SequenceStream
-from actshard.verifying import Report, verify
+from actshard.base.layers import Layer
+from actshard.looking.stats import Stats
+from actshard.reading.opening import concat, open
+from actshard.reading.store import Store
+from actshard.reading.verifying import Report, verify
+from actshard.streaming import Batch, Stream
+from actshard.streaming.sequences import SequenceBatch, SequenceStream
 from actshard.writing import Writer, create
+from actshard.writing.converting import Conversion, convert
+from actshard.writing.merging import merge
 
 if TYPE_CHECKING:
     from actshard import plan, plot, tokens
-    from actshard.arrays import LayerArray, Ragged, RowArray
-    from actshard.caching import CacheInfo, cache_info, clear_cache
-    from actshard.capturing import Captured, CaptureProgress, capture
-    from actshard.converting.estimating import Estimate, estimate
-    from actshard.mixing import MixedBatch, MixedStores, MixedStream, mix
-    from actshard.pairing import PairedBatch, PairedStores, PairedStream, pair
-    from actshard.pushing import Pushed, push
-    from actshard.reporting import report
-    from actshard.runners import run
-    from actshard.sampled.separability import Separability
-    from actshard.sampled.similarity import Similarity
-    from actshard.sampled.spectrum import Spectrum
-    from actshard.staging import Staged, stage
-    from actshard.stream.supervised import up_to_last
+    from actshard.looking.reporting import report
+    from actshard.looking.sampled.separability import Separability
+    from actshard.looking.sampled.similarity import Similarity
+    from actshard.looking.sampled.spectrum import Spectrum
+    from actshard.plan.runners import run
+    from actshard.reading.arrays import LayerArray, Ragged, RowArray
+    from actshard.reading.caching import CacheInfo, cache_info, clear_cache
+    from actshard.streaming.mixing import MixedBatch, MixedStores, MixedStream, mix
+    from actshard.streaming.pairing import PairedBatch, PairedStores, PairedStream, pair
+    from actshard.streaming.supervised import up_to_last
+    from actshard.writing.capturing import Captured, CaptureProgress, capture
+    from actshard.writing.converting.estimating import Estimate, estimate
+    from actshard.writing.pushing import Pushed, push
+    from actshard.writing.staging import Staged, stage
 
 __version__ = build_info()["version"]
 
@@ -156,20 +156,23 @@ __all__ = [
     "verify",
 ]
 
-_ON_FIRST_USE = {
-    "LayerArray": "arrays", "Ragged": "arrays", "RowArray": "arrays",
-    "CacheInfo": "caching", "cache_info": "caching", "clear_cache": "caching",
-    "Estimate": "converting.estimating", "estimate": "converting.estimating",
-    "CaptureProgress": "capturing", "Captured": "capturing", "capture": "capturing",
-    "MixedBatch": "mixing", "MixedStream": "mixing", "MixedStores": "mixing", "mix": "mixing",
-    "PairedBatch": "pairing", "PairedStream": "pairing", "PairedStores": "pairing", "pair": "pairing",
-    "Pushed": "pushing", "push": "pushing",
-    "report": "reporting",
-    "Separability": "sampled.separability", "Similarity": "sampled.similarity", "Spectrum": "sampled.spectrum",
-    "run": "runners",
-    "Staged": "staging", "stage": "staging",
-    "up_to_last": "stream.supervised",
-}  # fmt: skip
+_MODULES = {
+    "looking.reporting": ("report",),
+    "looking.sampled.separability": ("Separability",),
+    "looking.sampled.similarity": ("Similarity",),
+    "looking.sampled.spectrum": ("Spectrum",),
+    "plan.runners": ("run",),
+    "reading.arrays": ("LayerArray", "Ragged", "RowArray"),
+    "reading.caching": ("CacheInfo", "cache_info", "clear_cache"),
+    "streaming.mixing": ("MixedBatch", "MixedStream", "MixedStores", "mix"),
+    "streaming.pairing": ("PairedBatch", "PairedStream", "PairedStores", "pair"),
+    "streaming.supervised": ("up_to_last",),
+    "writing.capturing": ("CaptureProgress", "Captured", "capture"),
+    "writing.converting.estimating": ("Estimate", "estimate"),
+    "writing.pushing": ("Pushed", "push"),
+    "writing.staging": ("Staged", "stage"),
+}
+_ON_FIRST_USE = {name: module for module, names in _MODULES.items() for name in names}
 """Names that are imported on first use, with their modules, so that ``import actshard`` stays fast."""
 
 

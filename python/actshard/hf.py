@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard import _arguments
-from actshard.errors import ArgumentError, DtypeError, ExistsError, MissingExtraError, NotStoredError, boundary
-from actshard.layers import Layer
-from actshard.stream import Stream
-from actshard.stream.norms import Limit
-from actshard.stream.selection import Mask, Selection, Tokens
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, DtypeError, ExistsError, MissingExtraError, NotStoredError, boundary
+from actshard.base.layers import Layer
+from actshard.streaming import Stream
+from actshard.streaming.norms import Limit
+from actshard.streaming.selection import Mask, Selection, Tokens
 
 if TYPE_CHECKING:
     import datasets
     import pyarrow as pa
 
-    from actshard.store import Store
+    from actshard.reading.store import Store
 
 __all__ = ["to_dataset"]
 

@@ -22,22 +22,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard._arguments import many
-from actshard.epochs import Epochs, Loop
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, MissingExtraError, OutOfRangeError
-from actshard.layers import Layer, is_one, one
-from actshard.mixing import MixedBatch
-from actshard.pairing import PairedBatch
-from actshard.stream import Batch, Stream
-from actshard.stream.norms import Limit
-from actshard.stream.selection import Mask, Selection, Tokens
-from actshard.stream.sequences import SequenceBatch
+from actshard.base._arguments import many
+from actshard.base.errors import ArgumentError, ArgumentTypeError, DtypeError, MissingExtraError, OutOfRangeError
+from actshard.base.layers import Layer, is_one, one
+from actshard.streaming import Batch, Stream
+from actshard.streaming.epochs import Epochs, Loop
+from actshard.streaming.mixing import MixedBatch
+from actshard.streaming.norms import Limit
+from actshard.streaming.pairing import PairedBatch
+from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.sequences import SequenceBatch
 from actshard.tokens.stream import arrays
 
 if TYPE_CHECKING:
     import jax
 
-    from actshard.store import Store
+    from actshard.reading.store import Store
 
 __all__ = ["DataSource", "batches"]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import actshard
-from actshard import errors, tokens
-from actshard.verifying import CODES
+from actshard import tokens
+from actshard.base import errors
+from actshard.reading.verifying import CODES
 from digested import GOLDEN
 
 _MARKS = ("metadata.json", "shards.json", ".zgroup", "zarr.json", "shard_ledger.json", "manifest.json", "index")

@@ -673,7 +673,7 @@ def test_globs_and_braces(tmp_path) -> None:
 @pytest.mark.slow
 def test_a_worker_builds_many_files_with_one_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Guarantee: interpreters and tokenizers are loaded once per job, not per file; the cache is the same."""
-    from actshard.work import pool
+    from actshard.base.work import pool
 
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i} {j}"} for j in range(i + 1)]) for i in range(7)]
     started: list[Any] = []
@@ -753,7 +753,7 @@ def test_an_error_in_a_worker_is_the_error_that_it_would_be_without(
     files = [write_lines(tmp_path / f"{i}.jsonl", [{"text": f"text {i}"}]) for i in range(3)]
     code = f"""
         import os
-        from actshard import errors
+        from actshard.base import errors
         from actshard.tokens import sources
         def fails(self, columns, read, blocks=()):
             {failing}
@@ -767,7 +767,7 @@ def test_an_error_in_a_worker_is_the_error_that_it_would_be_without(
 
 
 def test_every_error_keeps_what_it_says_on_its_way_to_another_process() -> None:
-    from actshard import errors
+    from actshard.base import errors
 
     classes = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, errors.ActshardError)]
     assert len(classes) > 20

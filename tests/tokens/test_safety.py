@@ -24,7 +24,7 @@ from tests.tokens.test_config import hub
 
 import actshard
 from actshard import _native, tokens
-from actshard.storage import Local
+from actshard.base.storage import Local
 from waiting import PATIENCE
 
 IDS = tokens.PrebuiltFormat()

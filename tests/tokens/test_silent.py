@@ -27,7 +27,7 @@ from tests.tokens.conftest import GOLDEN, GPT2, LLAMA, write_lines
 
 import actshard
 from actshard import tokens
-from actshard._schema import read_value
+from actshard.base._schema import read_value
 from actshard.compat import levanter
 from actshard.tokens import building, columns, processing, shards, sources, templates
 from actshard.tokens import ledger as ledgers

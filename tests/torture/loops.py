@@ -18,7 +18,7 @@ from tests.torture.budget import CountedMachine
 from tests.torture.datasets import in_a_child
 
 import actshard
-from actshard.epochs import Epochs
+from actshard.streaming.epochs import Epochs
 
 
 class LoopMachine(CountedMachine):

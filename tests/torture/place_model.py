@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.torture.place_calls import Contents
 
-from actshard.errors import (
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ChangedInputError,

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard._native import Rows
-from actshard.errors import DtypeError
+from actshard.base.errors import DtypeError
 from actshard.formats import Contents, Evidence, Format, Options
 from actshard.formats.carrying import Carrying
 from actshard.formats.target import AllExamples, Block, Target

@@ -22,8 +22,8 @@ from tests.torture.budget import runs
 
 import actshard
 from actshard import formats
-from actshard.converting import preview
-from actshard.converting.running import Conversion
+from actshard.writing.converting import preview
+from actshard.writing.converting.running import Conversion
 from conftest import GOLDEN
 
 TEXTS = ("text", "prompt", "text_preview")

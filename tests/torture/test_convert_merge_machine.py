@@ -32,11 +32,12 @@ from tests.torture import budget
 from tests.torture.budget import CountedMachine, first_number, machine_settings, runs
 
 import actshard
-from actshard import formats, work
-from actshard.converting import running
+from actshard import formats
+from actshard.base import work
 from actshard.formats import merging as format_merging
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.target import TEXTS
+from actshard.writing.converting import running
 from conftest import install
 
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")

@@ -31,8 +31,8 @@ from tests.torture.place_calls import CHOICES, Child, Contents, Outcome, Snapsho
 from tests.torture.place_model import Begun, Finished, Nothing, Parts, Place, Planned, Request, State, Unknown, Verdict
 
 import actshard
-from actshard.errors import ChangedInputError
-from actshard.request import RECORD
+from actshard.base.errors import ChangedInputError
+from actshard.base.request import RECORD
 
 pytestmark = pytest.mark.machine
 

@@ -33,7 +33,7 @@ from tests.torture.doom import Doom
 from tests.waiting import PATIENCE
 
 import actshard
-from actshard.request import RECORD
+from actshard.base.request import RECORD
 
 pytestmark = pytest.mark.machine
 

@@ -15,7 +15,9 @@ import typer
 import typer.completion as shells
 
 import actshard
-from actshard._arguments import many
+from actshard.base._arguments import many
+from actshard.base.errors import ActshardError, UnknownFormatError, boundary
+from actshard.base.location import Location
 from actshard.cli._app import CLOSED_PIPE, COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
 from actshard.cli._capturing_commands import capture_command
 from actshard.cli._looking_commands import plot_command, report_command
@@ -68,12 +70,10 @@ from actshard.cli._options import (
 )
 from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
-from actshard.errors import ActshardError, UnknownFormatError, boundary
-from actshard.location import Location
-from actshard.runners import ENGINES
+from actshard.plan.runners import ENGINES
 
 if TYPE_CHECKING:
-    from actshard.layers import Layer
+    from actshard.base.layers import Layer
     from actshard.tokens import TokenCache
 
 
@@ -726,7 +726,7 @@ def _place(path: str, options: list[str] | None, cache: str) -> Location:
 
 
 def _cache_at(location: Location, format: str | None) -> TokenCache | None:
-    from actshard.opening import token_cache_at
+    from actshard.reading.opening import token_cache_at
 
     return token_cache_at(location, format)
 

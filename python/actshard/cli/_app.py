@@ -9,8 +9,8 @@ from typing import Any
 import typer
 import typer.core
 
+from actshard.base.errors import ActshardError
 from actshard.cli._messages import calling, of_usage
-from actshard.errors import ActshardError
 
 FINE, WARNINGS, ERRORS, COULD_NOT_RUN = 0, 1, 2, 3
 CLOSED_PIPE = 141

@@ -176,9 +176,9 @@ def capture_command(
 
     Exit status: 0 success, 1 examples were left empty or values are not finite, 3 could not run.
     """
-    from actshard.capturing.transformers_models import named_tokenizer
     from actshard.cli import capture as verb
     from actshard.cli.convert import options_named
+    from actshard.writing.capturing.transformers_models import named_tokenizer
 
     if from_vllm:
         refuse_other_options(context, "--from-vllm", _FOLD_OPTIONS)

@@ -8,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from actshard._arguments import shown_bytes
+from actshard.base._arguments import shown_bytes
+from actshard.base.errors import ESCAPES
 from actshard.cli._messages import spelled
-from actshard.errors import ESCAPES
 
 size = shown_bytes
 

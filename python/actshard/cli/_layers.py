@@ -6,8 +6,8 @@ import json
 import re
 from collections.abc import Sequence
 
-from actshard.errors import ArgumentError
-from actshard.layers import Layer, named, short
+from actshard.base.errors import ArgumentError
+from actshard.base.layers import Layer, named, short
 
 _INTEGER = re.compile(r"[+-]?\d{1,18}")
 _RANGE = re.compile(r"(\d{1,18})(?:-|\.\.)(\d{1,18})")

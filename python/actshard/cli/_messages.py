@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from actshard.errors import ESCAPES, ActshardError, ArgumentError, DtypeError, OutOfRangeError
+from actshard.base.errors import ESCAPES, ActshardError, ArgumentError, DtypeError, OutOfRangeError
 
 _ALIASES = {
     "layers": "layer",

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from actshard import formats
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
 
 CacheFolder = Annotated[
     str | None,

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 
 import typer
 
-from actshard.errors import ActshardWarning, ArgumentError
-from actshard.finding import existing_anywhere
-from actshard.location import Location
+from actshard.base.errors import ActshardWarning, ArgumentError
+from actshard.base.location import Location
+from actshard.reading.finding import existing_anywhere
 
 
 def options_named(words: Sequence[str] | None) -> dict[str, str]:

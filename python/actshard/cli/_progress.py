@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from actshard._arguments import many
+from actshard.base._arguments import many
 from actshard.cli._format import duration, size
 
 if TYPE_CHECKING:
-    from actshard.capturing import CaptureProgress
     from actshard.tokens.building import BuildProgress
+    from actshard.writing.capturing import CaptureProgress
 
 _EVERY = 60.0
 """Seconds between two lines if stderr is not a terminal."""

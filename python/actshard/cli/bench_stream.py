@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from actshard._arguments import many
+from actshard.base._arguments import many
 from actshard.cli._format import console, size
-from actshard.quality import measure
-from actshard.store import Store
+from actshard.reading.store import Store
+from actshard.streaming.quality import measure
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from actshard.layers import Layer
+    from actshard.base.layers import Layer
 
 
 def run(store: Store, layer: Layer | list[Layer], batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import numpy as np
 from rich.markup import escape
 from rich.text import Text
 
-from actshard._arguments import many
+from actshard.base._arguments import many
+from actshard.base.errors import ESCAPES, ActshardError, MissingExtraError
+from actshard.base.location import Location
 from actshard.cli._format import console, one_line, show_facts, size
 from actshard.cli._tables import TableColumn, show_table
-from actshard.errors import ESCAPES, ActshardError, MissingExtraError
-from actshard.finding import of_tokens
-from actshard.location import Location
+from actshard.reading.finding import of_tokens
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.decoding import (
     SHOWN_TOKENS,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from rich.markup import escape
 
-from actshard._arguments import many
-from actshard.caching import CacheInfo
+from actshard.base._arguments import many
 from actshard.cli._format import console, show_facts, size
+from actshard.reading.caching import CacheInfo
 
 
 def show(usage: CacheInfo) -> None:

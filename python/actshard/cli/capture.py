@@ -12,16 +12,16 @@ from typing import Any
 import typer
 
 import actshard
-from actshard._arguments import many
-from actshard.capturing import request_files
-from actshard.capturing.request_files import Fold
-from actshard.capturing.running import OnNonfinite
+from actshard.base._arguments import many
+from actshard.base.errors import ArgumentError
+from actshard.base.layers import Layer, listing
 from actshard.cli._app import FINE, WARNINGS
 from actshard.cli._format import duration, size
 from actshard.cli._layers import several
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError
-from actshard.layers import Layer, listing
+from actshard.writing.capturing import request_files
+from actshard.writing.capturing.request_files import Fold
+from actshard.writing.capturing.running import OnNonfinite
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _RANGE = re.compile(r"(\d{1,6})(?:-|\.\.)(\d{1,6})")

@@ -10,19 +10,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from actshard import formats
-from actshard._arguments import many, one_of
+from actshard.base._arguments import many, one_of
+from actshard.base.errors import ArgumentError
+from actshard.base.layers import Layer
+from actshard.base.location import Location
 from actshard.cli._format import console, size
 from actshard.cli._layers import of_store
 from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
 from actshard.cli._tables import TableColumn, show_table
-from actshard.converting import Conversion, Preview, convert, preview
-from actshard.converting.estimating import Estimate, all_forms, estimate
-from actshard.errors import ArgumentError
-from actshard.layers import Layer
-from actshard.location import Location
-from actshard.opening import open_quietly
-from actshard.store import Store
+from actshard.reading.opening import open_quietly
+from actshard.reading.store import Store
+from actshard.writing.converting import Conversion, Preview, convert, preview
+from actshard.writing.converting.estimating import Estimate, all_forms, estimate
 
 ESTIMATE_OPTIONS = frozenset(("to", "format", "layout", "storage_option", "cache", "estimate", "quiet", "json"))
 """Options of ``--estimate``."""

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard
+from actshard.base.layers import Layer
 from actshard.cli._format import console, size
-from actshard.layers import Layer
 
 DATASET = Path(actshard.__file__).parent / "_demo" / "minilm-tense"
 RIDGE = 10.0

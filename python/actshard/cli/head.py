@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actshard._arguments import many
+from actshard.base._arguments import many
+from actshard.base.errors import ArgumentError
+from actshard.base.layers import plain
 from actshard.cli._format import console, one_line
 from actshard.cli._tables import TableColumn, show_table
-from actshard.errors import ArgumentError
-from actshard.layers import plain
-from actshard.store import Store
+from actshard.reading.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,13 +7,13 @@ from typing import Any
 from rich.markup import escape
 
 from actshard import formats
+from actshard.base.errors import MissingFileError
+from actshard.base.layers import listing
+from actshard.base.location import Location
+from actshard.base.storage import Remote
 from actshard.cli._format import one_line, show_facts, size
-from actshard.errors import MissingFileError
-from actshard.layers import listing
-from actshard.location import Location
-from actshard.staging import origin
-from actshard.storage import Remote
-from actshard.store import Store
+from actshard.reading.store import Store
+from actshard.writing.staging import origin
 
 _PACKED = 0.95
 """Ratio of stored bytes to bytes of rows, below which it is shown."""

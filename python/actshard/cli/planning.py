@@ -10,14 +10,14 @@ from pathlib import Path
 
 from rich.markup import escape
 
-from actshard import _arguments
-from actshard._arguments import many
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base.errors import ActshardError, ExistsError
+from actshard.base.work import existing_above
 from actshard.cli._format import console, duration, show_facts, size
 from actshard.cli._progress import progress
-from actshard.errors import ActshardError, ExistsError
 from actshard.plan import Plan, load
 from actshard.plan.measuring import LIMIT, Rate, measure
-from actshard.work import existing_above
 
 _MOST_ELEMENTS = 1000
 """Slurm's default MaxArraySize is 1001. The array elements of larger plans run several tasks each."""

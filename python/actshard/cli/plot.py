@@ -5,19 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actshard import _arguments, plot
+from actshard import plot
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError
+from actshard.base.location import Location
 from actshard.cli._layers import of_store
 from actshard.cli._options import PLOTS, PLOTS_OF_CACHES
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError
-from actshard.location import Location
-from actshard.opening import open_quietly, token_cache_at
 from actshard.plot.activations import measured
 from actshard.plot.norms import spread
 from actshard.plot.sampled import named_label
 from actshard.plot.style import FORMATS, check_name, library
-from actshard.store import Store
-from actshard.stream.selection import Selection
+from actshard.reading.opening import open_quietly, token_cache_at
+from actshard.reading.store import Store
+from actshard.streaming.selection import Selection
 from actshard.tokens.looking import look
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.markup import escape
 
-from actshard._arguments import many
+from actshard.base._arguments import many
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
-from actshard.pushing import Pushed, push
+from actshard.writing.pushing import Pushed, push
 
 
 def run(folder: str, url: str, *, quiet: bool, **options: Any) -> Pushed:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from actshard import _arguments
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, UnknownFormatError
 from actshard.cli._layers import has_range, of_store, several
 from actshard.cli._places import options_named
 from actshard.cli._progress import progress
-from actshard.errors import ArgumentError, UnknownFormatError
-from actshard.finding import existing_anywhere
-from actshard.opening import open_quietly, token_cache_at
+from actshard.looking.reporting import ENDS, WrittenReport, written
+from actshard.looking.reporting.page import OF_DATA
 from actshard.plot.style import check_name
-from actshard.reporting import ENDS, WrittenReport, written
-from actshard.reporting.page import OF_DATA
-from actshard.stream.selection import Selection
+from actshard.reading.finding import existing_anywhere
+from actshard.reading.opening import open_quietly, token_cache_at
+from actshard.streaming.selection import Selection
 
 
 def run(

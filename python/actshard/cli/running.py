@@ -10,16 +10,15 @@ from typing import Any
 import typer
 from rich.markup import escape
 
-from actshard import runners
-from actshard._arguments import many
+from actshard.base._arguments import many
+from actshard.base.errors import ESCAPES, ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
 from actshard.cli._format import console, duration
 from actshard.cli._messages import spelled
 from actshard.cli._progress import progress
-from actshard.errors import ESCAPES, ArgumentError, ChangedInputError, OutOfRangeError, UnfinishedError
-from actshard.plan import Plan, Status
+from actshard.plan import Plan, Status, runners
 from actshard.plan.plan import RUN_FIRST, ranges
 from actshard.plan.reading import kept_at
-from actshard.verifying import Report
+from actshard.reading.verifying import Report
 
 _EVERY = 5.0
 """Seconds between two reports of ``--watch``."""

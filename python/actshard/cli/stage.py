@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from rich.markup import escape
 
-from actshard._arguments import many
+from actshard.base._arguments import many
+from actshard.base.layers import Layer
 from actshard.cli._format import console, size
 from actshard.cli._layers import has_range, of_store, several
 from actshard.cli._places import options_named, place
 from actshard.cli._progress import progress
-from actshard.layers import Layer
-from actshard.opening import open_quietly
-from actshard.staging import Staged, stage
+from actshard.reading.opening import open_quietly
+from actshard.writing.staging import Staged, stage
 
 
 def layers_of(source: str, words: str, options: Sequence[str] | None) -> list[Layer] | None:

@@ -12,21 +12,21 @@ import numpy as np
 from rich.console import Console
 from rich.markup import escape
 
+from actshard.base.errors import ActshardError
+from actshard.base.layers import Layer, plain
 from actshard.cli._format import console, one_line
 from actshard.cli._progress import TaskWatch, progress
 from actshard.cli._tables import TableColumn, show_table
-from actshard.errors import ActshardError
-from actshard.examining import MassiveRow, massive_rows
-from actshard.layers import Layer, plain
-from actshard.opening import open_quietly
-from actshard.repeating import repeated_examples
-from actshard.saved import kept, kept_in
-from actshard.stats import Stats
-from actshard.stats.across import advice_of
-from actshard.stats.advice import Advice
-from actshard.stats.summary import POSITION_QUANTILES
-from actshard.store import Store
-from actshard.stream.selection import Selection
+from actshard.looking.examining import MassiveRow, massive_rows
+from actshard.looking.repeating import repeated_examples
+from actshard.looking.saved import kept, kept_in
+from actshard.looking.stats import Stats
+from actshard.looking.stats.across import advice_of
+from actshard.looking.stats.advice import Advice
+from actshard.looking.stats.summary import POSITION_QUANTILES
+from actshard.reading.opening import open_quietly
+from actshard.reading.store import Store
+from actshard.streaming.selection import Selection
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 _MASSIVE, _ROWS = 3, 20

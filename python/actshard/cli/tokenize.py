@@ -8,13 +8,13 @@ from typing import Any
 import typer
 from rich.text import Text
 
-from actshard._arguments import local_path, many
+from actshard.base._arguments import local_path, many
+from actshard.base.errors import ActshardError, ArgumentError
+from actshard.base.location import Location
 from actshard.cli._format import console, one_line
 from actshard.cli._progress import progress
 from actshard.cli._tables import TableColumn, show_table
 from actshard.cli.convert import options_named
-from actshard.errors import ActshardError, ArgumentError
-from actshard.location import Location
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.config import CachePlan, LmDataConfig

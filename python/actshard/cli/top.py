@@ -9,14 +9,14 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
-from actshard._arguments import many
+from actshard.base._arguments import many
+from actshard.base.errors import ArgumentError
+from actshard.base.layers import listing, plain
 from actshard.cli._format import console, one_line
 from actshard.cli._layers import of_store
 from actshard.cli.caches import show_number, tokenizer_of
-from actshard.errors import ArgumentError
-from actshard.examining import Examined, examine
-from actshard.layers import listing, plain
-from actshard.store import Store
+from actshard.looking.examining import Examined, examine
+from actshard.reading.store import Store
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.tokenizer import load_tokenizer
 

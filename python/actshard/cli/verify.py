@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from rich.markup import escape
 
-from actshard._arguments import counted, many
+from actshard.base._arguments import counted, many
+from actshard.base.location import Location
 from actshard.cli._format import console, size
 from actshard.cli._progress import progress
-from actshard.location import Location
-from actshard.verifying import Report, verify
+from actshard.reading.verifying import Report, verify
 
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 

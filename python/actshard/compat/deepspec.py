@@ -23,8 +23,8 @@ from typing import Any
 from numpy.typing import DTypeLike
 
 from actshard import Layer, Store
+from actshard.base.errors import ArgumentError, FormatError, OutOfRangeError
 from actshard.compat.drafts import DraftExamples, DraftSample, Layers
-from actshard.errors import ArgumentError, FormatError, OutOfRangeError
 from actshard.torch._tensors import data, tensor, torch
 
 __all__ = ["CacheCollator", "CacheDataset", "WrongCacheError", "validate_train_cache"]

@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 import actshard
-from actshard import Layer, Store, _arguments
-from actshard.errors import ArgumentError, DtypeError, FormatError, NotStoredError
-from actshard.stream.content import content_range
+from actshard import Layer, Store
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, DtypeError, FormatError, NotStoredError
+from actshard.streaming.content import content_range
 
 if TYPE_CHECKING:
     import pyarrow as pa

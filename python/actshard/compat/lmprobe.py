@@ -26,8 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard
-from actshard._arguments import local_path
-from actshard.errors import (
+from actshard.base._arguments import local_path
+from actshard.base.errors import (
     ArgumentError,
     MissingExtraError,
     MissingFileError,

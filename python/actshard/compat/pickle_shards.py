@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 import actshard
 import actshard._native as _native
-from actshard._json import Fields, read_json
-from actshard.errors import ActshardWarning, FormatError, MissingExtraError, OutOfRangeError
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import ActshardWarning, FormatError, MissingExtraError, OutOfRangeError
 
 __all__ = ["ActivationDataset", "iter_activations", "load_metadata", "load_shard"]
 

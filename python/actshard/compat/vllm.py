@@ -3,6 +3,6 @@
 Needs neither vLLM nor torch.
 """
 
-from actshard.capturing.request_files import Fold, Leftover, fold
+from actshard.writing.capturing.request_files import Fold, Leftover, fold
 
 __all__ = ["Fold", "Leftover", "fold"]

@@ -21,14 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard
-from actshard import _arguments
-from actshard._arguments import name_of
 from actshard._native import Rows
-from actshard.errors import ActshardWarning, ArgumentError, NotStoredError, OutOfRangeError
+from actshard.base import _arguments
+from actshard.base._arguments import name_of
+from actshard.base.errors import ActshardWarning, ArgumentError, NotStoredError, OutOfRangeError
+from actshard.base.location import Location, network_io
 from actshard.formats.zarr.arrays import ZarrStore, native, read_array
 from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import members_of
-from actshard.location import Location, network_io
 
 __all__ = ["Array", "Group", "TrainingDataset", "open_consolidated", "open_group"]
 

@@ -7,7 +7,7 @@
 Other packages add formats by entry points of the group ``actshard.formats``.
 """
 
-from actshard.codes import Code, Remark
+from actshard.base.codes import Code, Remark
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
 from actshard.formats.registry import (

@@ -7,12 +7,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from actshard.errors import ArgumentError, FormatError
-from actshard.layers import several
-from actshard.location import Location
+from actshard.base.errors import ArgumentError, FormatError
+from actshard.base.layers import several
+from actshard.base.location import Location
 
 if TYPE_CHECKING:
-    from actshard.layers import Layer
+    from actshard.base.layers import Layer
 
 _OF_STATES = re.compile(r"hidden|resid|activation|(?<![a-z])acts?(?![a-z])|(?<![a-z])states?(?![a-z])", re.IGNORECASE)
 _OF_OUTPUTS = re.compile(

@@ -9,8 +9,8 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from actshard._json import show
-from actshard.location import Location
+from actshard.base._json import show
+from actshard.base.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.layers import Layer
-from actshard.location import Location, network_io
+from actshard.base.layers import Layer
+from actshard.base.location import Location, network_io
 
 if TYPE_CHECKING:
     import os
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard._native import Rows
-    from actshard.chosen import Chosen
+    from actshard.reading.chosen import Chosen
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import stored
 from actshard._native import Rows, StoredArray
-from actshard.errors import NotStoredError
+from actshard.base._arguments import stored
+from actshard.base.errors import NotStoredError
+from actshard.base.location import Location
 from actshard.formats.contents import Options
 from actshard.formats.draft_examples import DraftExample, PlacedTensor, PlacedTensors
 from actshard.formats.per_token import TokenColumns
 from actshard.formats.tables import table_of
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.containers import RefusedObject, StoredArray, TorchFile, read_torch, refusal
-from actshard.errors import ActshardError, FileAccessError, FormatError, MissingFileError
-from actshard.location import Location
+from actshard.base.containers import RefusedObject, StoredArray, TorchFile, read_torch, refusal
+from actshard.base.errors import ActshardError, FileAccessError, FormatError, MissingFileError
+from actshard.base.location import Location
 
 IDS = "input_ids"
 MASKS = ("loss_mask", "attention_mask")

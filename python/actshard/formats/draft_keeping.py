@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base.location import Location
 from actshard.formats.draft_examples import (
     FLOATS,
     IDS,
@@ -26,7 +27,6 @@ from actshard.formats.draft_examples import (
     values_of_files,
 )
 from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
-from actshard.location import Location
 
 _VERSION = 1
 _STATES = ("aux", "last")

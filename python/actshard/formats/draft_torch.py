@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import layers as names_of_layers
-from actshard._arguments import stored
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.containers import TorchFile, read_torch
-from actshard.errors import ActshardError, ArgumentError, FormatError, MissingFileError
-from actshard.faults import RAISE, Faults
+from actshard.base import layers as names_of_layers
+from actshard.base._arguments import stored
+from actshard.base.codes import Remark
+from actshard.base.containers import TorchFile, read_torch
+from actshard.base.errors import ActshardError, ArgumentError, FormatError, MissingFileError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.layers import Layer
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.draft_columns import DraftColumns, PlaceTable, rows_of_columns, rows_of_parts
 from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each, values_of_files
@@ -30,8 +32,6 @@ from actshard.formats.kept import KeptIndex
 from actshard.formats.per_token import LAST, left_out, wrong_values
 from actshard.formats.report import Report
 from actshard.formats.torch_checks import check_torch
-from actshard.layers import Layer
-from actshard.location import Location
 
 _SHOWN = 20
 """Number of damaged files that are named in warnings."""

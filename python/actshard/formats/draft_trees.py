@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from actshard.codes import Remark
-from actshard.errors import FormatError
+from actshard.base.codes import Remark
+from actshard.base.errors import FormatError
+from actshard.base.location import Location
 from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
-from actshard.location import Location
 
 NumberedFile = tuple[tuple[int, ...], Location]
 """The numbers in the names of a file and its folders, and its location."""

@@ -19,15 +19,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import name_of
-from actshard.errors import ArgumentError, FormatError
+from actshard.base._arguments import name_of
+from actshard.base.errors import ArgumentError, FormatError
+from actshard.base.work import FOLDER, rename, sync_folders
 from actshard.formats.carrying import Carrying
 from actshard.formats.draft_examples import FLOATS, IDS, MASKS
 from actshard.formats.per_token import LAST
 from actshard.formats.target import AllExamples, Block, Spec, only
 from actshard.formats.token_target import TokenTarget
 from actshard.formats.torch_zip import NewTensor, TorchArchive
-from actshard.work import FOLDER, rename, sync_folders
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,9 +7,9 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from actshard.errors import ActshardError, FormatError, TruncatedFileError
-from actshard.location import Location
-from actshard.storage import Entry
+from actshard.base.errors import ActshardError, FormatError, TruncatedFileError
+from actshard.base.location import Location
+from actshard.base.storage import Entry
 
 
 class FileKind(NamedTuple):

@@ -14,10 +14,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from actshard.codes import Code
-from actshard.errors import UnsupportedError
+from actshard.base.codes import Code
+from actshard.base.errors import UnsupportedError
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.carrying import Carrying
@@ -67,7 +67,7 @@ class Format:
     """Suffixes of files that a deep check reads completely, to compare checksums of the files or of their records."""
 
     findings: ClassVar[tuple[Code, ...]] = ()
-    """Codes that only this format's reader and check use. General codes are in :mod:`actshard.codes`."""
+    """Codes that only this format's reader and check use. General codes are in :mod:`actshard.base.codes`."""
     calls: ClassVar[tuple[Code, ...]] = ()
     """Codes of warnings that only this format's writer uses."""
 
@@ -80,7 +80,7 @@ class Format:
     rooms: ClassVar[Mapping[Room, str]] = MappingProxyType({})
     """``module:function`` or ``module:Class`` by method name. ``.module`` is relative to the package that declares the format.
 
-    Functions take the method's arguments, with paths as :class:`~actshard.location.Location`. ``target``, ``merger`` and
+    Functions take the method's arguments, with paths as :class:`~actshard.base.location.Location`. ``target``, ``merger`` and
     ``carrying`` are classes.
     """
 

@@ -30,9 +30,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ActshardError, boundary
-from actshard.location import Location, cache_folder
-from actshard.logs import LOG
+from actshard.base.errors import ActshardError, boundary
+from actshard.base.location import Location, cache_folder
+from actshard.base.logs import LOG
 
 LEAST_FILES = 256
 """No index is stored for a folder with fewer files."""

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import actshard._native as _native
-from actshard.errors import FormatError
+from actshard.base.errors import FormatError
+from actshard.base.request import RECORD, Request
+from actshard.base.work import files_below, make_folder, record_files, rename
 from actshard.formats.tables import common_type, concatenated
-from actshard.request import RECORD, Request
-from actshard.work import files_below, make_folder, record_files, rename
 
 if TYPE_CHECKING:
     import pyarrow as pa

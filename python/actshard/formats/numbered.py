@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from actshard.codes import Remark
+from actshard.base.codes import Remark
 
 FileKey = tuple[int | str, ...]
 """The number of a file, after the numbers and names of its series."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-from actshard.layers import Layer
+from actshard.base.layers import Layer
 
 DraftKindName = Literal["eagle3", "dspark", "dflash"]
 """Kinds of files of draft-model examples."""

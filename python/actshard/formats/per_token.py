@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard.codes import Remark
-from actshard.errors import ArgumentError, NotStoredError
+from actshard.base.codes import Remark
+from actshard.base.errors import ArgumentError, NotStoredError
+from actshard.base.location import Location
 from actshard.formats.report import Report
 from actshard.formats.tables import rows_only
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from actshard._json import Fields, read_json
-from actshard.errors import boundary
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import boundary
+from actshard.base.location import Location
 from actshard.formats import registry
 from actshard.formats.carrying import Carrying
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell
 from actshard.formats.report import Report
-from actshard.location import Location
 
 NAME, COLUMNS, METADATA = "layout.toml", "columns.parquet", "metadata.json"
 MARK = "# actshard: "

@@ -18,7 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import ArgumentError, FormatError
+from actshard.base.errors import ArgumentError, FormatError
+from actshard.base.layers import Layer
+from actshard.base.work import make_folder, sync_folders, whole_file, write_bytes, write_json
 from actshard.formats.plain_folders import COLUMNS, MARK, METADATA, NAME
 from actshard.formats.target import (
     AllExamples,
@@ -29,8 +31,6 @@ from actshard.formats.target import (
     uniform,
     without_arrow_type,
 )
-from actshard.layers import Layer
-from actshard.work import make_folder, sync_folders, whole_file, write_bytes, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from actshard import codes
-from actshard.codes import Code
-from actshard.errors import ActshardError, warn
+from actshard.base import codes
+from actshard.base.codes import Code
+from actshard.base.errors import ActshardError, warn
+from actshard.base.logs import LOG
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format
-from actshard.logs import LOG
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actshard._json import show
-from actshard.codes import ERROR, WARNING, findings
-from actshard.errors import (
+from actshard.base._json import show
+from actshard.base.codes import ERROR, WARNING, findings
+from actshard.base.errors import (
     ActshardError,
     ClosedError,
     InternalError,
@@ -21,9 +21,9 @@ from actshard.errors import (
     boundary,
     place_of,
 )
-from actshard.faults import Faults
+from actshard.base.faults import Faults
+from actshard.base.location import Location
 from actshard.formats.foreign import tell
-from actshard.location import Location
 
 _P = TypeVar("_P", bound=os.PathLike[str])
 _T = TypeVar("_T")
@@ -38,7 +38,7 @@ class Finding:
     """One problem or remark about a dataset.
 
     Attributes:
-        code: stable identifier; ``actshard.verifying.CODES`` lists severities and remedies.
+        code: stable identifier; ``actshard.reading.verifying.CODES`` lists severities and remedies.
         severity: ``"error"``, ``"warning"`` or ``"note"``.
         path: the file.
         place: position in the file: a field, a line, a byte or an example; or None.

@@ -23,11 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard._arguments import name_of
-from actshard.errors import ArgumentError, DtypeError
+from actshard.base import _arguments
+from actshard.base._arguments import name_of
+from actshard.base.errors import ArgumentError, DtypeError
+from actshard.base.layers import Layer, plain
 from actshard.formats.target import Block
-from actshard.layers import Layer, plain
 
 RowScaleKind = Literal["channel", "token", "layer", "block32", "block64"]
 KINDS: dict[str, int | None] = {"channel": None, "token": None, "layer": None, "block32": 32, "block64": 64}

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard._arguments import NUMPY_BY_NAME, name_of
-from actshard.errors import ArgumentError, DtypeError
+from actshard.base import _arguments
+from actshard.base._arguments import NUMPY_BY_NAME, name_of
+from actshard.base.errors import ArgumentError, DtypeError
 
 CODES = ("F8_E4M3", "F8_E5M2", "I8")
 """Dtypes of codes."""

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import NUMPY_BY_NAME, name_of
-from actshard._json import MAX_INT
-from actshard.codes import Remark
-from actshard.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
-from actshard.layers import Layer
-from actshard.request import RECORD, Digests, Request
-from actshard.work import FOLDER, PARTS, keep_request
+from actshard.base._arguments import NUMPY_BY_NAME, name_of
+from actshard.base._json import MAX_INT
+from actshard.base.codes import Remark
+from actshard.base.errors import ArgumentError, DtypeError, ExistsError, FormatError, InternalError
+from actshard.base.layers import Layer
+from actshard.base.request import RECORD, Digests, Request
+from actshard.base.work import FOLDER, PARTS, keep_request
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
+from actshard.base.layers import Layer
 from actshard.formats.per_token import LAST, ColumnValues, check_counts, check_lists, made_up_masks, token_values
 from actshard.formats.target import Block, Spec, Target, uniform
-from actshard.layers import Layer
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actshard.containers import TorchFile
+from actshard.base.containers import TorchFile
 from actshard.formats.report import Report
 
 _TIMES = 2

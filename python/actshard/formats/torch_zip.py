@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import NUMPY_BY_NAME, name_of
-from actshard.errors import ArgumentError, UnsupportedError
+from actshard.base._arguments import NUMPY_BY_NAME, name_of
+from actshard.base.errors import ArgumentError, UnsupportedError
 
 _ALIGN = 64
 _LARGE = 0xFFFFFFFF

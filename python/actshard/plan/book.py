@@ -31,9 +31,17 @@ from pathlib import Path
 from typing import Any
 
 import actshard._native as _native
-from actshard._json import MAX_INT, read_json
-from actshard.errors import ActshardError, ExistsError, FormatError, MissingFileError, as_plain, from_os, from_plain
-from actshard.work import (
+from actshard.base._json import MAX_INT, read_json
+from actshard.base.errors import (
+    ActshardError,
+    ExistsError,
+    FormatError,
+    MissingFileError,
+    as_plain,
+    from_os,
+    from_plain,
+)
+from actshard.base.work import (
     DUMPS_PLAN_FOLDER,
     FOLDER,
     PLAN,

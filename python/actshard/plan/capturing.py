@@ -22,23 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard import _arguments
-from actshard._arguments import many
-from actshard._json import show
-from actshard._schema import Amount, AnyText, Count, json_values
-from actshard.capturing.arguments import job_of
-from actshard.capturing.choosing import Chooser, choice_of
-from actshard.capturing.job import CaptureJob, ExampleCounts, warn_of_problems
-from actshard.capturing.records import records_of
-from actshard.capturing.result import Problem
-from actshard.capturing.running import OnNonfinite
-from actshard.capturing.transformers_models import named_tokenizer
-from actshard.converting.segments import balanced
-from actshard.errors import ArgumentError, ChangedInputError
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._json import show
+from actshard.base._schema import Amount, AnyText, Count, json_values
+from actshard.base.errors import ArgumentError, ChangedInputError
+from actshard.base.location import Location
 from actshard.formats import registry
 from actshard.formats.target import Target
-from actshard.inputs import Input
-from actshard.location import Location
 from actshard.plan import process
 from actshard.plan.book import work_folder
 from actshard.plan.checking import ExamplesTask, Span
@@ -59,6 +50,15 @@ from actshard.plan.creating import (
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result
+from actshard.reading.inputs import Input
+from actshard.writing.capturing.arguments import job_of
+from actshard.writing.capturing.choosing import Chooser, choice_of
+from actshard.writing.capturing.job import CaptureJob, ExampleCounts, warn_of_problems
+from actshard.writing.capturing.records import records_of
+from actshard.writing.capturing.result import Problem
+from actshard.writing.capturing.running import OnNonfinite
+from actshard.writing.capturing.transformers_models import named_tokenizer
+from actshard.writing.converting.segments import balanced
 from actshard.writing.creating import make_target
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from actshard._schema import Amount, Rule, is_file_text
-from actshard.errors import FormatError
+from actshard.base._schema import Amount, Rule, is_file_text
+from actshard.base.errors import FormatError
 
 
 def _is_place(text: str) -> bool:

@@ -25,29 +25,11 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 import actshard._native as _native
-from actshard import _arguments, formats
-from actshard._arguments import many
-from actshard._schema import json_values
-from actshard.converting.blocks import copy_blocks, survey
-from actshard.converting.columns import Columns, NumbersMatterError
-from actshard.converting.planning import (
-    OVERFLOW,
-    ConversionRequest,
-    Loss,
-    check_request,
-    columns_for,
-    configure_target,
-    conversion_record,
-    list_losses,
-    overflowed,
-    prepare_columns,
-    refuse_target_within,
-    source,
-)
-from actshard.converting.predicting import predict, refuse_full
-from actshard.converting.running import Conversion
-from actshard.converting.segments import Layout, balanced
-from actshard.errors import (
+from actshard import formats
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._schema import json_values
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ExistsError,
@@ -55,11 +37,11 @@ from actshard.errors import (
     boundary,
     from_os,
 )
-from actshard.finding import check_opens, is_finished
+from actshard.base.layers import Layer
+from actshard.base.request import Request, digests_of, joined_digests
+from actshard.base.work import FOLDER, LOCK, locked, look, make_folder, rename, sync_folders
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Apart, Target, environment_time
-from actshard.inputs import Input, inputs_of, newest
-from actshard.layers import Layer
 from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, remove_work_folders, work_folder
 from actshard.plan.converting_checks import (
@@ -75,9 +57,28 @@ from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.reading import described
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.request import Request, digests_of, joined_digests
-from actshard.store import Store
-from actshard.work import FOLDER, LOCK, locked, look, make_folder, rename, sync_folders
+from actshard.reading.finding import check_opens, is_finished
+from actshard.reading.inputs import Input, inputs_of, newest
+from actshard.reading.store import Store
+from actshard.writing.converting.blocks import copy_blocks, survey
+from actshard.writing.converting.columns import Columns, NumbersMatterError
+from actshard.writing.converting.planning import (
+    OVERFLOW,
+    ConversionRequest,
+    Loss,
+    check_request,
+    columns_for,
+    configure_target,
+    conversion_record,
+    list_losses,
+    overflowed,
+    prepare_columns,
+    refuse_target_within,
+    source,
+)
+from actshard.writing.converting.predicting import predict, refuse_full
+from actshard.writing.converting.running import Conversion
+from actshard.writing.converting.segments import Layout, balanced
 from actshard.writing.existing import check_written, complete_at
 from actshard.writing.recorded import columns_in, lengths_in
 from actshard.writing.segment import SegmentWriter, write_memory

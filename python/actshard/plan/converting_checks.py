@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
-from actshard._schema import Amount, AnyText, Count, FileName, MismatchError, Rule, one_of, read
-from actshard.converting.planning import OVERFLOW, TOKENS
-from actshard.errors import FormatError
-from actshard.layers import Layer
+from actshard.base._schema import Amount, AnyText, Count, FileName, MismatchError, Rule, one_of, read
+from actshard.base.errors import FormatError
+from actshard.base.layers import Layer
+from actshard.base.request import DigestTexts, Request
 from actshard.plan.book import work_folder
 from actshard.plan.checking import LayoutValue, PlaceText, Span, check_spans
 from actshard.plan.data import Planned
-from actshard.request import DigestTexts, Request
+from actshard.writing.converting.planning import OVERFLOW, TOKENS
 
 _PIECE = 1 << 20
 _MOST_EXAMPLES = 1 << 32
@@ -59,7 +59,7 @@ _WrittenFormat = Annotated[str, Rule("a format that can be written", lambda name
 
 @dataclass(frozen=True)
 class TargetSettings:
-    """Arguments of :func:`actshard.converting.planning.configure_target`."""
+    """Arguments of :func:`actshard.writing.converting.planning.configure_target`."""
 
     dtype: str | None
     tokens_per_example: Amount | None
@@ -77,7 +77,7 @@ class ConvertArguments:
         layers, columns: their names in the source, and in the result; None: all.
         examples: examples to convert, see :func:`packed`; None: all.
         cast: whether ``dtype`` was passed.
-        numbers, fillers: as for :func:`actshard.converting.planning.columns_for`.
+        numbers, fillers: as for :func:`actshard.writing.converting.planning.columns_for`.
         config: the target's settings.
         request: the record of the result.
     """

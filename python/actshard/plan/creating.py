@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard import _arguments, formats
-from actshard._arguments import many
-from actshard._schema import Amount, Count, json_values
-from actshard.converting.predicting import refuse_full
-from actshard.errors import (
+from actshard import formats
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._schema import Amount, Count, json_values
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     DtypeError,
@@ -38,22 +38,23 @@ from actshard.errors import (
     OutOfRangeError,
     boundary,
 )
-from actshard.finding import is_finished
+from actshard.base.layers import Layer
+from actshard.base.request import Request
+from actshard.base.work import PARTS, look, remove
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
-from actshard.layers import Layer
-from actshard.merging import MergeRequest, run_merge
 from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, remove_work_folders, work_folder
 from actshard.plan.checking import ExamplesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Opened, Result, Verb
-from actshard.request import Request
-from actshard.work import PARTS, look, remove
+from actshard.reading.finding import is_finished
 from actshard.writing import Writer
+from actshard.writing.converting.predicting import refuse_full
 from actshard.writing.creating import make_target
 from actshard.writing.existing import check_written, complete_at, creation_record
+from actshard.writing.merging import MergeRequest, run_merge
 from actshard.writing.segment import write_memory
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from actshard import _arguments
-from actshard._arguments import many
-from actshard._json import MAX_BYTES, MAX_VALUES, Fields
-from actshard._schema import Amount, Kind, Rule, json_values, read
-from actshard.errors import ArgumentError, FormatError, boundary
-from actshard.inputs import Input
-from actshard.work import as_json, write_json_at_once
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._json import MAX_BYTES, MAX_VALUES, Fields
+from actshard.base._schema import Amount, Kind, Rule, json_values, read
+from actshard.base.errors import ArgumentError, FormatError, boundary
+from actshard.base.work import as_json, write_json_at_once
+from actshard.reading.inputs import Input
 
 VERSION = 1
 """Version of the JSON. A reader refuses plans of a later version."""

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actshard._columns import numbers
-from actshard.errors import FormatError
-from actshard.work import read_table, write_table
+from actshard.base._columns import numbers
+from actshard.base.errors import FormatError
+from actshard.base.work import read_table, write_table
 from actshard.writing.recorded import TOKENS
 
 if TYPE_CHECKING:

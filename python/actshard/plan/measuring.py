@@ -8,9 +8,9 @@ import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from actshard.errors import ActshardError
+from actshard.base.errors import ActshardError
+from actshard.base.work import existing_above, remove
 from actshard.plan.plan import Plan
-from actshard.work import existing_above, remove
 
 LIMIT = 64 << 20
 """Bytes of a sample."""

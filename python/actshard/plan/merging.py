@@ -18,26 +18,13 @@ from typing import Annotated
 
 import numpy as np
 
-from actshard import _arguments, formats
-from actshard._arguments import many
-from actshard._schema import Rule, is_file_text, json_values
-from actshard.converting.predicting import refuse_full
-from actshard.converting.segments import balanced
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, InternalError, boundary
-from actshard.finding import is_finished
-from actshard.formats.merging import Assembled, Merge
-from actshard.inputs import LOOKED_AT, Input, inputs_of
-from actshard.merging import MergeRequest, check_merge, merger_of, run_merge
-from actshard.opening import open_quietly
-from actshard.plan import process
-from actshard.plan.book import remove_work_folders, work_folder
-from actshard.plan.checking import FilesTask, Span, check_spans
-from actshard.plan.data import Planned, Predicted, fewer, identity
-from actshard.plan.plan import Plan
-from actshard.plan.verb import Beat, Result, Verb
-from actshard.request import RECORD, Request
-from actshard.store import Store
-from actshard.work import (
+from actshard import formats
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._schema import Rule, is_file_text, json_values
+from actshard.base.errors import ActshardError, ArgumentError, ArgumentTypeError, InternalError, boundary
+from actshard.base.request import RECORD, Request
+from actshard.base.work import (
     as_json,
     existing_above,
     look,
@@ -45,7 +32,21 @@ from actshard.work import (
     names_like,
     sync_folders,
 )
+from actshard.formats.merging import Assembled, Merge
+from actshard.plan import process
+from actshard.plan.book import remove_work_folders, work_folder
+from actshard.plan.checking import FilesTask, Span, check_spans
+from actshard.plan.data import Planned, Predicted, fewer, identity
+from actshard.plan.plan import Plan
+from actshard.plan.verb import Beat, Result, Verb
+from actshard.reading.finding import is_finished
+from actshard.reading.inputs import LOOKED_AT, Input, inputs_of
+from actshard.reading.opening import open_quietly
+from actshard.reading.store import Store
+from actshard.writing.converting.predicting import refuse_full
+from actshard.writing.converting.segments import balanced
 from actshard.writing.existing import check_written
+from actshard.writing.merging import MergeRequest, check_merge, merger_of, run_merge
 
 FILES = "files"
 _LISTED = 1000

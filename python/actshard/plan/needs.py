@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.converting.planning import ConversionRequest
-from actshard.errors import ActshardError
+from actshard.base.errors import ActshardError
+from actshard.base.location import Location
+from actshard.base.work.children import processors
 from actshard.formats.report import NOT_OF_DATA
-from actshard.inputs import Input
-from actshard.location import Location
-from actshard.store import Store
-from actshard.work.children import processors
+from actshard.reading.inputs import Input
+from actshard.reading.store import Store
+from actshard.writing.converting.planning import ConversionRequest
 
 DECODED_MEMORY = 1 << 30
 """Bytes of decoded files that a store caches: the default of :func:`actshard.open`."""

@@ -12,11 +12,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from actshard import _arguments
-from actshard._arguments import many
-from actshard._json import read_json
-from actshard._schema import json_values
-from actshard.errors import (
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._json import read_json
+from actshard.base._schema import json_values
+from actshard.base.errors import (
     ActshardError,
     ChangedInputError,
     FormatError,
@@ -26,12 +26,12 @@ from actshard.errors import (
     UnfinishedError,
     boundary,
 )
-from actshard.inputs import changed
+from actshard.base.work import locked, write_json
 from actshard.plan.book import BEAT_SECONDS, COMMIT, Attempt, Book, sync_folders_below
 from actshard.plan.data import PLANS, VERBS, Planned
 from actshard.plan.shares import of_environment
 from actshard.plan.verb import Result, Verb
-from actshard.work import locked, write_json
+from actshard.reading.inputs import changed
 
 _LISTED = 12
 RUN_FIRST = "Run them first"
@@ -73,7 +73,7 @@ class Status:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain values for JSON."""
-        from actshard.errors import as_plain
+        from actshard.base.errors import as_plain
 
         return {
             "tasks": self.tasks,

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actshard import formats
-from actshard.errors import ActshardError
-from actshard.inputs import Input
-from actshard.location import Location
-from actshard.opening import open_quietly
-from actshard.store import Store
-from actshard.verifying import of_path
+from actshard.base.errors import ActshardError
+from actshard.base.location import Location
+from actshard.reading.inputs import Input
+from actshard.reading.opening import open_quietly
+from actshard.reading.store import Store
+from actshard.reading.verifying import of_path
 from actshard.writing import create
 
 if TYPE_CHECKING:

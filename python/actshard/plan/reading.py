@@ -19,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments, formats
-from actshard._json import read_json
-from actshard.errors import (
+from actshard import formats
+from actshard.base import _arguments
+from actshard.base._json import read_json
+from actshard.base.errors import (
     ArgumentError,
     ArgumentTypeError,
     ExistsError,
@@ -30,9 +31,9 @@ from actshard.errors import (
     boundary,
     from_reader,
 )
+from actshard.base.work import make_folder, write_json
 from actshard.plan.data import Planned, fewer
-from actshard.store import Store
-from actshard.work import make_folder, write_json
+from actshard.reading.store import Store
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike

@@ -19,7 +19,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
 
 if TYPE_CHECKING:
     from types import ModuleType

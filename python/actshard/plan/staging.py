@@ -20,15 +20,14 @@ from typing import Any
 import numpy as np
 
 import actshard._native as _native
-from actshard import _arguments, formats
-from actshard._arguments import many
-from actshard._schema import Amount, json_values
-from actshard.converting.predicting import refuse_full
-from actshard.converting.segments import balanced
-from actshard.errors import ChangedInputError, FormatError, MissingFileError, UnsupportedError, boundary
-from actshard.inputs import told_versions
-from actshard.layers import Layer, several
-from actshard.location import Location
+from actshard import formats
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._schema import Amount, json_values
+from actshard.base.errors import ChangedInputError, FormatError, MissingFileError, UnsupportedError, boundary
+from actshard.base.layers import Layer, several
+from actshard.base.location import Location
+from actshard.base.work import PLAN_FOLDER, look, make_folder, refuse_within, remove, staging_folder
 from actshard.plan import converting_checks, process
 from actshard.plan.checking import FilesTask, Span
 from actshard.plan.converting import Converting, convert
@@ -36,12 +35,14 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.staging_checks import StageArguments, StagedFile, check_tasks
 from actshard.plan.verb import Beat, Result, Verb
-from actshard.staging import find_source, put_layers
-from actshard.staging.copying import check_digests, copy, link, most_in_memory, unchanged
-from actshard.staging.folder import check_target, leave, put, recover, target_of, turn
-from actshard.staging.listing import list_files, origin_of, within
-from actshard.staging.marker import Listed, Staged, size_of
-from actshard.work import PLAN_FOLDER, look, make_folder, refuse_within, remove, staging_folder
+from actshard.reading.inputs import told_versions
+from actshard.writing.converting.predicting import refuse_full
+from actshard.writing.converting.segments import balanced
+from actshard.writing.staging import find_source, put_layers
+from actshard.writing.staging.copying import check_digests, copy, link, most_in_memory, unchanged
+from actshard.writing.staging.folder import check_target, leave, put, recover, target_of, turn
+from actshard.writing.staging.listing import list_files, origin_of, within
+from actshard.writing.staging.marker import Listed, Staged, size_of
 
 FILES = "files"
 _NETWORK = 14 << 20
@@ -74,7 +75,7 @@ def stage(
         tasks: maximum number of tasks. There are fewer if the source has fewer files; see ``plan.notes``.
 
     Returns:
-        The plan; its ``commit()`` returns a :class:`~actshard.staging.Staged`. The predicted ``bytes`` and ``files`` do not
+        The plan; its ``commit()`` returns a :class:`~actshard.writing.staging.Staged`. The predicted ``bytes`` and ``files`` do not
         count the marker file.
 
     Raises:

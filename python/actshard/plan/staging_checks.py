@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 from actshard import formats
-from actshard._schema import OMITTED, Amount, MismatchError, Rule, is_file_name, is_file_text
-from actshard.errors import ActshardError, FormatError
-from actshard.layers import Layer, several
-from actshard.location import Location, is_url
+from actshard.base._schema import OMITTED, Amount, MismatchError, Rule, is_file_name, is_file_text
+from actshard.base.errors import ActshardError, FormatError
+from actshard.base.layers import Layer, several
+from actshard.base.location import Location, is_url
+from actshard.base.request import RECORD
+from actshard.base.work import FOLDER, staging_folder
 from actshard.plan.checking import FilesTask, check_spans
 from actshard.plan.data import Planned
-from actshard.request import RECORD
-from actshard.staging.folder import complete
-from actshard.staging.marker import Listed, Marker, Staged
-from actshard.work import FOLDER, staging_folder
+from actshard.writing.staging.folder import complete
+from actshard.writing.staging.marker import Listed, Marker, Staged
 
 
 def _is_source(text: str) -> bool:
@@ -62,7 +62,7 @@ def _are_apart(files: tuple[StagedFile, ...]) -> bool:
 
 @dataclass(frozen=True)
 class StageArguments:
-    """The arguments of :func:`actshard.plan.stage`, and the source's files; see :class:`actshard.staging.marker.Marker`.
+    """The arguments of :func:`actshard.plan.stage`, and the source's files; see :class:`actshard.writing.staging.marker.Marker`.
 
     Attributes:
         folder: the folder to create.

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._json import show
-from actshard._schema import OMITTED, Amount
-from actshard.errors import ActshardError
+from actshard.base._json import show
+from actshard.base._schema import OMITTED, Amount
+from actshard.base.errors import ActshardError
+from actshard.base.layers import Layer, plain
 from actshard.formats.report import NOT_OF_DATA
-from actshard.layers import Layer, plain
+from actshard.looking.stats.summary import HASHES, LARGEST
 from actshard.plan.checking import LayoutValue, PlaceText, Span
 from actshard.plan.verb import Result
-from actshard.stats.summary import HASHES, LARGEST
-from actshard.store import Store
-from actshard.stream.selection import Selection, Tokens
-from actshard.stream.supervised import ColumnTokens
+from actshard.reading.store import Store
+from actshard.streaming.selection import Selection, Tokens
+from actshard.streaming.supervised import ColumnTokens
 
 _ROUNDING = 1e-6
 """Relative difference of two sums of the same norms in different orders; a leaf adds at most 65,536 norms one by one."""
@@ -38,7 +38,7 @@ class SummedLayer(NamedTuple):
 
 
 class KeptColumn(NamedTuple):
-    """A list column that selects tokens; see :class:`actshard.stream.supervised.ColumnTokens`."""
+    """A list column that selects tokens; see :class:`actshard.streaming.supervised.ColumnTokens`."""
 
     column: str
     context: bool

@@ -19,15 +19,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actshard import _arguments
-from actshard._arguments import many
-from actshard._json import read_json
-from actshard._schema import json_values
-from actshard.converting.segments import balanced
-from actshard.errors import ActshardError, ArgumentError, FormatError
-from actshard.inputs import Input, inputs_of
-from actshard.layers import Layer, plain, several
-from actshard.opening import open_quietly
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._json import read_json
+from actshard.base._schema import json_values
+from actshard.base.errors import ActshardError, ArgumentError, FormatError
+from actshard.base.layers import Layer, plain, several
+from actshard.base.work import write_json
+from actshard.looking.saved import StatsFile
+from actshard.looking.stats import Stats
+from actshard.looking.stats.sums import SUMMED, Sums
 from actshard.plan import process
 from actshard.plan.checking import Span, check_spans
 from actshard.plan.data import Planned, Predicted, identity
@@ -58,14 +59,13 @@ from actshard.plan.stats_checks import (
     SummedLayer,
 )
 from actshard.plan.verb import Beat, Result, Verb, shortened
-from actshard.saved import StatsFile
-from actshard.stats import Stats
-from actshard.stats.sums import SUMMED, Sums
-from actshard.store import Store
-from actshard.stream.norms import Limit
-from actshard.stream.selection import Mask, Selection, Tokens
-from actshard.stream.supervised import ColumnTokens
-from actshard.work import write_json
+from actshard.reading.inputs import Input, inputs_of
+from actshard.reading.opening import open_quietly
+from actshard.reading.store import Store
+from actshard.streaming.norms import Limit
+from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.supervised import ColumnTokens
+from actshard.writing.converting.segments import balanced
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

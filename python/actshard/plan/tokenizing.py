@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from actshard import _arguments
-from actshard._arguments import many
-from actshard._json import MAX_BYTES
-from actshard._schema import json_values
-from actshard.errors import (
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._json import MAX_BYTES
+from actshard.base._schema import json_values
+from actshard.base.errors import (
     ArgumentError,
     ChangedInputError,
     ExistsError,
@@ -38,9 +38,8 @@ from actshard.errors import (
     MissingExtraError,
     boundary,
 )
-from actshard.finding import refuse_dataset
-from actshard.inputs import Input, changed
-from actshard.location import Location
+from actshard.base.location import Location
+from actshard.base.work import FOLDER, make_folder, remove
 from actshard.plan.book import work_folder
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
@@ -55,6 +54,8 @@ from actshard.plan.tokenizing_checks import (
     check_plan,
 )
 from actshard.plan.verb import Beat, Result, Verb
+from actshard.reading.finding import refuse_dataset
+from actshard.reading.inputs import Input, changed
 from actshard.tokens import estimating, formats, pieces, placing, sizes
 from actshard.tokens.building import BuildOptions, warn_of_no_eos, warn_of_skipped
 from actshard.tokens.cache import TokenCache, open_cache
@@ -67,7 +68,6 @@ from actshard.tokens.shards import Counts, Task, build_shard, write_rows
 from actshard.tokens.sources import Source, expand
 from actshard.tokens.tokenizer import FILES, PASSTHROUGH, Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, FieldWriters
-from actshard.work import FOLDER, make_folder, remove
 
 ROWS, SHARDS, STAGED = "rows", "shards", "staged"
 _REMEDY = "remove it, or choose another folder"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-from actshard._arguments import many
-from actshard._schema import Amount, AnyText, MismatchError, Rule, is_file_name, one_of
-from actshard.errors import FormatError
+from actshard.base._arguments import many
+from actshard.base._schema import Amount, AnyText, MismatchError, Rule, is_file_name, one_of
+from actshard.base.errors import FormatError
 from actshard.plan.data import Planned
 from actshard.tokens import formats
 from actshard.tokens.building import ID_DTYPES, LAYOUTS, is_time

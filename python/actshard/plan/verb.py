@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from actshard._json import show
-from actshard._schema import Kind, MismatchError, read_value
-from actshard.errors import FormatError
+from actshard.base._json import show
+from actshard.base._schema import Kind, MismatchError, read_value
+from actshard.base.errors import FormatError
 
 if TYPE_CHECKING:
     from actshard.plan.data import Planned

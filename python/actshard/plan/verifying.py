@@ -19,16 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from actshard import _arguments, formats
-from actshard._arguments import many
-from actshard._schema import json_values
-from actshard.converting.segments import balanced
-from actshard.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
-from actshard.finding import existing_anywhere, find_any
+from actshard import formats
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base._schema import json_values
+from actshard.base.errors import ActshardError, ArgumentError, FormatError, as_plain, from_plain
+from actshard.base.location import Location
+from actshard.base.request import digests_of
 from actshard.formats.report import NOT_OF_DATA, Report
-from actshard.inputs import LOOKED_AT, Input, inputs_of
-from actshard.location import Location
-from actshard.opening import open_quietly
 from actshard.plan import process
 from actshard.plan.checking import ExamplesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, identity
@@ -57,10 +55,13 @@ from actshard.plan.verifying_checks import (
     check_scans,
     check_values,
 )
-from actshard.request import digests_of
-from actshard.store import Store
-from actshard.verifying import check_format, format_for_layout, of_path
-from actshard.verifying.deep import add_findings, first_row, joined, scan, together
+from actshard.reading.finding import existing_anywhere, find_any
+from actshard.reading.inputs import LOOKED_AT, Input, inputs_of
+from actshard.reading.opening import open_quietly
+from actshard.reading.store import Store
+from actshard.reading.verifying import check_format, format_for_layout, of_path
+from actshard.reading.verifying.deep import add_findings, first_row, joined, scan, together
+from actshard.writing.converting.segments import balanced
 
 COLUMNS, HASHES = "columns.npy", "hashes.npy"
 _CHECKED = 1000

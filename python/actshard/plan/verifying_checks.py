@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import many
-from actshard._json import show
-from actshard._schema import OMITTED, Amount, AnyText
-from actshard.errors import ActshardError, FormatError
+from actshard.base._arguments import many
+from actshard.base._json import show
+from actshard.base._schema import OMITTED, Amount, AnyText
+from actshard.base.errors import ActshardError, FormatError
+from actshard.base.layers import Layer, plain
+from actshard.base.request import DigestTexts
 from actshard.formats.report import NOT_OF_DATA, Report
-from actshard.layers import Layer, plain
 from actshard.plan.checking import ExamplesTask, LayoutValue, PlaceText, Span
 from actshard.plan.data import Planned
 from actshard.plan.verb import Result
-from actshard.request import DigestTexts
-from actshard.store import Store
-from actshard.verifying.deep import ODD, PLACES, scan
+from actshard.reading.store import Store
+from actshard.reading.verifying.deep import ODD, PLACES, scan
 
 
 class RowPlace(NamedTuple):
@@ -43,7 +43,7 @@ class OddRows(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerScan:
-    """A scan of a layer, without its arrays; see :func:`actshard.verifying.deep.scan`."""
+    """A scan of a layer, without its arrays; see :func:`actshard.reading.verifying.deep.scan`."""
 
     dtype: str
     rows: Amount
@@ -59,7 +59,7 @@ class LayerScan:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """An error, as :func:`actshard.errors.as_plain` writes it."""
+    """An error, as :func:`actshard.base.errors.as_plain` writes it."""
 
     error: str
     detail: AnyText

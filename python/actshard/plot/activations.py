@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments, saved
-from actshard.layers import Layer, several
+from actshard.base import _arguments
+from actshard.base.layers import Layer, several
+from actshard.looking import saved
+from actshard.looking.stats import Stats
 from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, label, labels, log, style, whole
-from actshard.quality import distances
-from actshard.stats import Stats
-from actshard.store import Store
-from actshard.stream.selection import CONTENT, Selection
+from actshard.reading.store import Store
+from actshard.streaming.quality import distances
+from actshard.streaming.selection import CONTENT, Selection
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from matplotlib.axes import Axes
 
-    from actshard.stream.selection import Tokens
+    from actshard.streaming.selection import Tokens
 
 Measured = Mapping[Layer, Stats]
 _TICKS = 24

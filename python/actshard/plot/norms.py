@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.layers import Layer
+from actshard.base.layers import Layer
+from actshard.looking.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
 from actshard.plot.activations import Measured, known, name_layers, scaled, style_unless, table_of
 from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, labels, log, whole
-from actshard.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
-from actshard.store import Store
+from actshard.reading.store import Store
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from actshard.stream.selection import Tokens
+    from actshard.streaming.selection import Tokens
 
 QUANTILES = {"p0.1": 0.001, "p1": 0.01, "p25": 0.25, "median": 0.5, "p75": 0.75, "p99": 0.99, "p99.9": 0.999}
 """Columns of the table of norms, and the fractions of rows below them."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from actshard.errors import ArgumentTypeError
-from actshard.opening import open
-from actshard.store import Store
+from actshard.base.errors import ArgumentTypeError
+from actshard.reading.opening import open
+from actshard.reading.store import Store
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.looking import CacheLook, look
 

@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actshard.errors import NotStoredError
-from actshard.layers import Layer, several
+from actshard.base.errors import NotStoredError
+from actshard.base.layers import Layer, several
+from actshard.looking.sampled.separability import Separability
+from actshard.looking.sampled.similarity import Similarity
+from actshard.looking.sampled.spectrum import Spectrum
 from actshard.plot.activations import name_layers, style_unless, table_of
 from actshard.plot.norms import spread
 from actshard.plot.opened import Plotted, store_of
 from actshard.plot.style import axes, below, label, labels, library, log
-from actshard.sampled.separability import Separability
-from actshard.sampled.similarity import Similarity
-from actshard.sampled.spectrum import Spectrum
-from actshard.store import Store
+from actshard.reading.store import Store
 
 if TYPE_CHECKING:
     import pyarrow as pa
     from matplotlib.axes import Axes
 
-    from actshard.stream.selection import Tokens
+    from actshard.streaming.selection import Tokens
 
 _LINES = 6
 """Most layers in a plot with a line for each: as many as there are colours."""

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from actshard.errors import ESCAPES, ArgumentError, ArgumentTypeError, MissingExtraError
-from actshard.layers import Layer, plain
-from actshard.work.files import write_bytes
+from actshard.base.errors import ESCAPES, ArgumentError, ArgumentTypeError, MissingExtraError
+from actshard.base.layers import Layer, plain
+from actshard.base.work.files import write_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

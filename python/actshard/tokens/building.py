@@ -22,10 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from actshard import _arguments, errors
-from actshard._arguments import local_path, many, numpy_type, whole
-from actshard._schema import json_values, read_value
-from actshard.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, LostWorkerError, boundary
+from actshard.base import _arguments, errors
+from actshard.base._arguments import local_path, many, numpy_type, whole
+from actshard.base._schema import json_values, read_value
+from actshard.base.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, LostWorkerError, boundary
+from actshard.base.walking import refuse_taken
+from actshard.base.work import locked, look, remove, write_json
+from actshard.base.work.children import processors
+from actshard.base.work.pool import WorkerPool, threads_of_each
 from actshard.tokens import formats, pieces, placing, shards
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.combining import PartRows, combine, problems_in, skipped_by_shard
@@ -37,10 +41,6 @@ from actshard.tokens.shards import Counts, Order, RowSetup, Task, build_shard
 from actshard.tokens.sources import AnySource, RowProblem, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, checked_storage
-from actshard.walking import refuse_taken
-from actshard.work import locked, look, remove, write_json
-from actshard.work.children import processors
-from actshard.work.pool import WorkerPool, threads_of_each
 
 LAYOUTS = (CONSOLIDATED, SHARDED)
 ID_DTYPES = ("int64", "int32", "uint32", "uint16")

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard.codes import Remark
-from actshard.errors import (
+from actshard.base import _arguments
+from actshard.base.codes import Remark
+from actshard.base.errors import (
     ArgumentError,
     FileAccessError,
     FormatError,
@@ -27,12 +27,12 @@ from actshard.errors import (
     UnsupportedError,
     warn,
 )
-from actshard.location import Location, network_io
-from actshard.storage import Memory, Remote
+from actshard.base.location import Location, network_io
+from actshard.base.storage import Memory, Remote
+from actshard.base.walking import find_cache
+from actshard.base.work import PUSHING
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import Ledger
-from actshard.walking import find_cache
-from actshard.work import PUSHING
 
 TOKENS = "input_ids"
 

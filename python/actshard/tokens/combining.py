@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 
 import actshard._native as _native
-from actshard.errors import boundary, from_os
+from actshard.base.errors import boundary, from_os
+from actshard.base.work import make_folder, remove, sync_folders, sync_tree
 from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing, shards
 from actshard.tokens.ledger import CONSOLIDATED, Ledger
 from actshard.tokens.recipe import Recipe
 from actshard.tokens.sources import AnySource, RowProblem
 from actshard.tokens.writing import FieldWriters
-from actshard.work import make_folder, remove, sync_folders, sync_tree
 
 _STAGED, _MERGED = "staged", "merged"
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from actshard._json import show
-from actshard.errors import (
+from actshard.base._json import show
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ArgumentTypeError,
@@ -25,7 +25,7 @@ from actshard.errors import (
     from_reader,
     warn,
 )
-from actshard.location import Location
+from actshard.base.location import Location
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.examples import (
     CausalLmDataset,

@@ -16,10 +16,10 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments
-from actshard._arguments import local_path, many, whole
-from actshard._json import show
-from actshard.errors import (
+from actshard.base import _arguments
+from actshard.base._arguments import local_path, many, whole
+from actshard.base._json import show
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     FormatError,
@@ -27,7 +27,8 @@ from actshard.errors import (
     MissingFileError,
     warn,
 )
-from actshard.location import Location, is_url
+from actshard.base.location import Location, is_url
+from actshard.base.walking import refuse_taken
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.building import Build, BuildOptions, Watch
 from actshard.tokens.cache import TokenCache, open_cache
@@ -68,7 +69,6 @@ from actshard.tokens.processing import processor
 from actshard.tokens.recipe import parts_of, settings_difference, settings_of
 from actshard.tokens.stream import Examples
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
-from actshard.walking import refuse_taken
 
 SPLITS = ("train", "validation")
 PERMUTATIONS = ("feistel", "linear")

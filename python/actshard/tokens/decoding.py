@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments
-from actshard._arguments import many
-from actshard.errors import ArgumentError, FormatError, MissingFileError, NotStoredError, warn
-from actshard.location import Location
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base.errors import ArgumentError, FormatError, MissingFileError, NotStoredError, warn
+from actshard.base.location import Location
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.processing import MASKS, WEIGHTS
 from actshard.tokens.recipe import tokenizer_differs

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from actshard._schema import json_values, read_value
-from actshard.errors import ActshardError, FormatError, InternalError, as_plain, boundary, from_plain
-from actshard.location import Location
+from actshard.base._schema import json_values, read_value
+from actshard.base.errors import ActshardError, FormatError, InternalError, as_plain, boundary, from_plain
+from actshard.base.location import Location
 from actshard.tokens import sizes
 from actshard.tokens.pieces import LineRange, rows_of_groups
 from actshard.tokens.processing import Processor

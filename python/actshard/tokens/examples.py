@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard.errors import ArgumentError, FormatError, NotStoredError, warn
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, FormatError, NotStoredError, warn
 from actshard.tokens.cache import TOKENS, TokenCache
 from actshard.tokens.stream import Streamed
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, Union, get_args, get_o
 
 import numpy as np
 
-from actshard._arguments import is_one_of
-from actshard._json import show
-from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.base._arguments import is_one_of
+from actshard.base._json import show
+from actshard.base.errors import ArgumentError, ArgumentTypeError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from actshard._json import Fields, read_json, show
-from actshard.errors import FormatError, MissingFileError, UnfinishedError
-from actshard.location import Location
-from actshard.walking import LEDGER
-from actshard.work import write_bytes
+from actshard.base._json import Fields, read_json, show
+from actshard.base.errors import FormatError, MissingFileError, UnfinishedError
+from actshard.base.location import Location
+from actshard.base.walking import LEDGER
+from actshard.base.work import write_bytes
 
 NAME = LEDGER
 CONSOLIDATED = "consolidated"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments
+from actshard.base import _arguments
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.examples import PackedTokenDataset
 

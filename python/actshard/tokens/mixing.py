@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard.errors import ArgumentError, ArgumentTypeError, warn
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, ArgumentTypeError, warn
 from actshard.tokens.examples import TokenBatch
 from actshard.tokens.orders import Key, Permutation, prng_key
 from actshard.tokens.stream import Composed, Examples, recipe_of, short_digest

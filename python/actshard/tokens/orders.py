@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard.errors import ArgumentError, ArgumentTypeError
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, ArgumentTypeError
 
 Key = tuple[int, int]
 """A JAX random key: two unsigned 32-bit words."""

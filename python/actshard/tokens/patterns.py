@@ -10,10 +10,10 @@ import os
 import re
 from collections.abc import Iterator
 
-from actshard._arguments import is_file_url, path_of_url
-from actshard.errors import ActshardError, ArgumentError, MissingFileError, NotAFileError
-from actshard.location import Location
-from actshard.storage import Entry
+from actshard.base._arguments import is_file_url, path_of_url
+from actshard.base.errors import ActshardError, ArgumentError, MissingFileError, NotAFileError
+from actshard.base.location import Location
+from actshard.base.storage import Entry
 
 _MAGIC = re.compile(r"[*?[]")
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from actshard._native import ParquetGroup
-from actshard.errors import FormatError
-from actshard.footers import read_footer
-from actshard.location import Location
+from actshard.base.errors import FormatError
+from actshard.base.footers import read_footer
+from actshard.base.location import Location
 from actshard.tokens.sources import (
     LONGEST_LINE,
     AnySource,

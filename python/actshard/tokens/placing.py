@@ -21,10 +21,10 @@ from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 
-from actshard._json import read_json
-from actshard.errors import ActshardError, ExistsError, FormatError, boundary
+from actshard.base._json import read_json
+from actshard.base.errors import ActshardError, ExistsError, FormatError, boundary
+from actshard.base.work import BUILDING, locked, make_folder, remove, sync_folders, write_json
 from actshard.tokens.ledger import NAME
-from actshard.work import BUILDING, locked, make_folder, remove, sync_folders, write_json
 
 WORK = BUILDING
 NEW, OLD, SWAP, STATE, SETUP, LOCK = "new", "old", "swap.json", "build.json", "worker.json", "lock"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ArgumentError, FormatError
+from actshard.base.errors import ArgumentError, FormatError
 from actshard.tokens import templates
 from actshard.tokens.columns import ColumnBlock
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, RowFormat, SupervisedFormat, TextFormat

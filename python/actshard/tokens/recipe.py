@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from actshard import errors
-from actshard.errors import ExistsError
+from actshard.base import errors
+from actshard.base.errors import ExistsError
 from actshard.tokens import formats, placing
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.formats import ChatFormat, RowFormat

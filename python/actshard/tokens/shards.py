@@ -1,6 +1,6 @@
 """Builds one shard of a cache from one file of records. ``build_cache`` runs this in parallel, in this process or in workers.
 
-As a program it is a worker (:mod:`actshard.work.pool`). Processes are used because rendering chats and reading records hold
+As a program it is a worker (:mod:`actshard.base.work.pool`). Processes are used because rendering chats and reading records hold
 the GIL; only the tokenizers library has threads of its own.
 """
 
@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._json import read_json
-from actshard._schema import AnyText, json_values, read_value
-from actshard.errors import ActshardError, FormatError, as_plain, boundary
+from actshard.base._json import read_json
+from actshard.base._schema import AnyText, json_values, read_value
+from actshard.base.errors import ActshardError, FormatError, as_plain, boundary
+from actshard.base.work import remove, sync_folders, sync_tree
+from actshard.base.work.pool import Driver
 from actshard.tokens import formats
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.columns import ColumnBlock
@@ -33,8 +35,6 @@ from actshard.tokens.recipe import Recipe, shard_ledger
 from actshard.tokens.sources import AnySource, Record, RecordOrBlock, RowProblem, Source
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
-from actshard.work import remove, sync_folders, sync_tree
-from actshard.work.pool import Driver
 
 _CHARS = 1 << 19
 """Characters encoded per batch: enough work for all processors, and bounded memory."""

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
-from actshard._json import interrupted, lines
-from actshard._schema import AnyText
-from actshard.errors import (
+from actshard.base._json import interrupted, lines
+from actshard.base._schema import AnyText
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ArgumentTypeError,
@@ -28,7 +28,7 @@ from actshard.errors import (
     from_os,
     from_reader,
 )
-from actshard.location import Location
+from actshard.base.location import Location
 from actshard.tokens.columns import ColumnBlock, joined, of_arrow
 from actshard.tokens.patterns import matching
 

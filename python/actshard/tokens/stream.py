@@ -1,6 +1,6 @@
 """Streams of batches from token datasets: shuffled, read ahead by a thread, resumable, divided among ranks.
 
-Positions, states and loops are shared with activation streams (:mod:`actshard.epochs`).
+Positions, states and loops are shared with activation streams (:mod:`actshard.streaming.epochs`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import _arguments
-from actshard._arguments import many
-from actshard.ahead import ReadAhead
-from actshard.epochs import Epochs, Loop
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, warn
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base.errors import ActshardError, ArgumentError, ArgumentTypeError, warn
+from actshard.streaming.ahead import ReadAhead
+from actshard.streaming.epochs import Epochs, Loop
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.orders import Key, Permutation, permutation, prng_key
 

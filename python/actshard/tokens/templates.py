@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from actshard.errors import FormatError, MissingExtraError
+from actshard.base.errors import FormatError, MissingExtraError
 
 if TYPE_CHECKING:
     import jinja2

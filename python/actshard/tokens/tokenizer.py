@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import is_file_url, local_path
-from actshard._json import read_json, show
-from actshard.errors import ArgumentError, FormatError, MissingExtraError, MissingFileError, boundary, warn
-from actshard.location import Location
+from actshard.base._arguments import is_file_url, local_path
+from actshard.base._json import read_json, show
+from actshard.base.errors import ArgumentError, FormatError, MissingExtraError, MissingFileError, boundary, warn
+from actshard.base.location import Location
 
 if TYPE_CHECKING:
     import tokenizers

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard._arguments import dtype as native_dtype
-from actshard._arguments import flat, local_path, numpy_type
-from actshard.errors import (
+from actshard.base import _arguments
+from actshard.base._arguments import dtype as native_dtype
+from actshard.base._arguments import flat, local_path, numpy_type
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ArgumentTypeError,
@@ -30,10 +30,10 @@ from actshard.errors import (
     InternalError,
     boundary,
 )
+from actshard.base.work import Lock, locked, remove, sync_folders, sync_tree
 from actshard.tokens import ledger as ledgers
 from actshard.tokens import placing
 from actshard.tokens.ledger import OURS, Ledger
-from actshard.work import Lock, locked, remove, sync_folders, sync_tree
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from actshard._arguments import many
-from actshard.epochs import Epochs
-from actshard.errors import ArgumentError, ArgumentTypeError, InternalError, OutOfRangeError, UnsupportedError
-from actshard.layers import Layer
-from actshard.stream import Stream
-from actshard.stream.norms import Limit
-from actshard.stream.selection import Mask, Selection, Tokens
+from actshard.base._arguments import many
+from actshard.base.errors import ArgumentError, ArgumentTypeError, InternalError, OutOfRangeError, UnsupportedError
+from actshard.base.layers import Layer
+from actshard.streaming import Stream
+from actshard.streaming.epochs import Epochs
+from actshard.streaming.norms import Limit
+from actshard.streaming.selection import Mask, Selection, Tokens
 from actshard.tokens.stream import Examples
 from actshard.torch._device import DeviceStream, to_device
 from actshard.torch._tensors import data, dtype_of, stream_of, tensor, tensors, torch
@@ -34,7 +34,7 @@ from actshard.torch._tensors import data, dtype_of, stream_of, tensor, tensors, 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo
 
-    from actshard.store import Store
+    from actshard.reading.store import Store
 
 __all__ = [
     "Dataset",

@@ -17,10 +17,10 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from actshard import _arguments
-from actshard.epochs import Epochs
-from actshard.errors import ArgumentError, ClosedError, UnsupportedError
-from actshard.stream import Stream
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, ClosedError, UnsupportedError
+from actshard.streaming import Stream
+from actshard.streaming.epochs import Epochs
 from actshard.torch._tensors import dtype_of, stream_of, tensors, torch
 
 Tensors = dict[str, Any]

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.epochs import Epochs
-from actshard.errors import ArgumentError, ArgumentTypeError, MissingExtraError
-from actshard.mixing import MixedBatch
-from actshard.pairing import PairedBatch
-from actshard.stream import Batch
+from actshard.base.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from actshard.streaming import Batch
+from actshard.streaming.epochs import Epochs
+from actshard.streaming.mixing import MixedBatch
+from actshard.streaming.pairing import PairedBatch
 from actshard.tokens.stream import arrays
 
 try:

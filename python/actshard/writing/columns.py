@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
 from actshard.formats.tables import (
     IncompatibleTypesError,
     as_schema,

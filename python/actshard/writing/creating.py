@@ -12,13 +12,14 @@ from typing import Any, Unpack
 import numpy as np
 from numpy.typing import DTypeLike
 
-from actshard import _arguments, formats
-from actshard._json import parse_json
-from actshard.errors import ArgumentError, ArgumentTypeError, FormatError, warn
+from actshard import formats
+from actshard.base import _arguments
+from actshard.base._json import parse_json
+from actshard.base.errors import ArgumentError, ArgumentTypeError, FormatError, warn
+from actshard.base.layers import Layer, checked, is_one, several, short
+from actshard.base.work import PARTS
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Spec, Target
-from actshard.layers import Layer, checked, is_one, several, short
-from actshard.work import PARTS
 from actshard.writing.existing import creation_record
 from actshard.writing.writer import Writer
 
@@ -229,7 +230,7 @@ def open_writer(
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
     far = None
     if _arguments.is_url_elsewhere(path):
-        from actshard.pushing.scratch import Scratch  # only if it is used
+        from actshard.writing.pushing.scratch import Scratch  # only if it is used
 
         if part is not None:
             raise ArgumentError(

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from actshard import formats
-from actshard._arguments import name_of
-from actshard._json import Fields, read_json
-from actshard.errors import ExistsError
-from actshard.finding import Place, is_finished
+from actshard.base._arguments import name_of
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import ExistsError
+from actshard.base.location import Location
+from actshard.base.request import Request
+from actshard.base.work import EMPTY, look, tidy
 from actshard.formats.target import Target, refuse_existing, refuse_file, refuse_in_the_way, refuse_parts
-from actshard.location import Location
-from actshard.request import Request
-from actshard.work import EMPTY, look, tidy
+from actshard.reading.finding import Place, is_finished
 
 
 def complete_at(target: Target, *, resumes: bool = True) -> Path | None:
@@ -114,7 +114,7 @@ def check_same(target: Target, path: Path | Location) -> int:
 
     Requests are compared if the dataset has a record, and its shape. Whether its rows are those of a source is not.
     """
-    from actshard.opening import open_quietly
+    from actshard.reading.opening import open_quietly
 
     record = Request.read(path)
     if record is not None and (difference := target.request.completed(record).difference(record)) is not None:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 import actshard._native as _native
-from actshard import _arguments
-from actshard._arguments import name_of
-from actshard.errors import ActshardError, ArgumentError, DtypeError
+from actshard.base import _arguments
+from actshard.base._arguments import name_of
+from actshard.base.errors import ActshardError, ArgumentError, DtypeError
 from actshard.formats.target import FLOATS, LOGITS, PATCH_LABELS, ROUTER, list_column
 from actshard.writing.columns import RESERVED
 

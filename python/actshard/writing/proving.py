@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actshard import formats
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
+from actshard.base.location import Location
+from actshard.base.work import existing_above
 from actshard.formats.contents import Contents, Options
 from actshard.formats.tables import is_list
 from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, AllExamples, Block, Target
-from actshard.location import Location
-from actshard.work import existing_above
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._columns import numbers
+from actshard.base._columns import numbers
 from actshard.formats.tables import concatenated
 from actshard.formats.target import Block
 

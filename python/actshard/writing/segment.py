@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import ActshardError, ClosedError, InternalError, from_os
+from actshard.base.errors import ActshardError, ClosedError, InternalError, from_os
+from actshard.base.request import Digest, Digests, joined_digests
+from actshard.base.work import Commit, make_folder, sync_folders
 from actshard.formats.target import Block, Target
-from actshard.request import Digest, Digests, joined_digests
-from actshard.work import Commit, make_folder, sync_folders
 from actshard.writing.columns import Decided
 from actshard.writing.recorded import table_of
 

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
-from actshard._arguments import many
-from actshard.errors import (
+from actshard.base._arguments import many
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ExistsError,
@@ -21,10 +21,8 @@ from actshard.errors import (
     from_os,
     warn,
 )
-from actshard.finding import check_opens
-from actshard.formats.target import AllExamples, Block, Target
-from actshard.request import Request
-from actshard.work import (
+from actshard.base.request import Request
+from actshard.base.work import (
     EMPTY,
     Commit,
     Journal,
@@ -37,7 +35,9 @@ from actshard.work import (
     sync_folders,
     write_json,
 )
-from actshard.work.lock import state_of
+from actshard.base.work.lock import state_of
+from actshard.formats.target import AllExamples, Block, Target
+from actshard.reading.finding import check_opens
 from actshard.writing.existing import complete_at
 from actshard.writing.recorded import OWN, columns_in, lengths_in
 from actshard.writing.segment import SegmentWriter

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from actshard.errors import ExistsError, MissingFileError, UnknownFormatError
-from actshard.finding import check_finished, find
+from actshard.base.errors import ExistsError, MissingFileError, UnknownFormatError
+from actshard.base.location import Location
 from actshard.formats.target import Target
-from actshard.location import Location
-from actshard.pushing.scratch import Scratch
+from actshard.reading.finding import check_finished, find
 from actshard.writing.existing import check_same
+from actshard.writing.pushing.scratch import Scratch
 from actshard.writing.writer import Writer
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from actshard._arguments import many
-from actshard.errors import (
+from actshard.base._arguments import many
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ClosedError,
@@ -23,10 +23,10 @@ from actshard.errors import (
     from_os,
     warn,
 )
+from actshard.base.late import Late
+from actshard.base.work import Journal, tidy
 from actshard.formats.tables import concatenated
 from actshard.formats.target import Block, Target
-from actshard.late import Late
-from actshard.work import Journal, tidy
 from actshard.writing.columns import Fitted
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import GivenExamples, overflows, table_of

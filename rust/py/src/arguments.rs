@@ -1,4 +1,4 @@
-//! Arguments from Python: numbers, names of dtypes and modes, and the functions of `actshard._arguments`.
+//! Arguments from Python: numbers, names of dtypes and modes, and the functions of `actshard.base._arguments`.
 
 use actshard_core::dtype::DType;
 use actshard_core::gather::Ints;
@@ -56,10 +56,10 @@ pub fn groups_of<'py>(py: Python<'py>, groups: &Bound<'py, PyAny>, n: usize) -> 
         .ok_or_else(|| errors::raise(py, &Error::new(Kind::Internal, "groups that are not one per example")))
 }
 
-/// A function of `actshard._arguments`, which handles the uncommon argument types.
+/// A function of `actshard.base._arguments`, which handles the uncommon argument types.
 pub fn helper<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyAny>> {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
-    MODULE.get_or_try_init(py, || py.import("actshard._arguments").map(Bound::unbind))?.bind(py).getattr(name)
+    MODULE.get_or_try_init(py, || py.import("actshard.base._arguments").map(Bound::unbind))?.bind(py).getattr(name)
 }
 
 /// The element type with this name.

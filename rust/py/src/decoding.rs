@@ -22,7 +22,7 @@ impl Decode for Callback {
             Ok(bytes) => bytes.map(|bytes| coded::of_length(bytes.to_vec(), len, location)).transpose(),
             Err(raised) => Err(Python::attach(|py| {
                 // An interrupt or a lack of memory is not a fault of the file; an actshard error names the file already.
-                let ours = || py.import("actshard.errors")?.getattr("ActshardError");
+                let ours = || py.import("actshard.base.errors")?.getattr("ActshardError");
                 let through = !raised.is_instance_of::<PyException>(py)
                     || raised.is_instance_of::<PyMemoryError>(py)
                     || ours().is_ok_and(|class| raised.is_instance(py, &class));

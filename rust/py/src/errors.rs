@@ -1,4 +1,4 @@
-//! Converts the core's errors to the exceptions of `actshard.errors`, which maps kinds to classes.
+//! Converts the core's errors to the exceptions of `actshard.base.errors`, which maps kinds to classes.
 
 use std::ffi::OsString;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
         return raised.clone_ref(py);
     }
     let made = MAKE
-        .get_or_try_init(py, || py.import("actshard.errors")?.getattr("from_native").map(Bound::unbind))
+        .get_or_try_init(py, || py.import("actshard.base.errors")?.getattr("from_native").map(Bound::unbind))
         .and_then(|make| {
             let path = error.location.as_ref().map(path_of);
             let code = error.finding.map(Finding::code);
@@ -34,7 +34,7 @@ pub fn raise(py: Python<'_>, error: &Error) -> PyErr {
         });
     match made {
         Ok(exception) => PyErr::from_value(exception),
-        // Only if `actshard.errors` itself fails.
+        // Only if `actshard.base.errors` itself fails.
         Err(broken) => {
             let fallback = PyRuntimeError::new_err(error.to_string());
             fallback.set_cause(py, Some(broken));

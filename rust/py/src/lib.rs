@@ -13,7 +13,7 @@
 //! - `summing`: statistics and scans
 //! - `write`: writing files
 //! - `pickle`: values of a pickle as Python objects
-//! - `errors`: the core's errors as the exceptions of `actshard.errors`
+//! - `errors`: the core's errors as the exceptions of `actshard.base.errors`
 
 mod addresses;
 mod arguments;
@@ -223,7 +223,7 @@ fn dtypes() -> Vec<(&'static str, Option<&'static str>, u64)> {
     DType::ALL.iter().map(|d| (d.name(), d.numpy_name(), d.bits())).collect()
 }
 
-/// The codes of all error kinds, for the test that compares them with `actshard.errors`.
+/// The codes of all error kinds, for the test that compares them with `actshard.base.errors`.
 #[pyfunction]
 fn error_kinds() -> Vec<&'static str> {
     Kind::ALL.iter().map(|k| k.code()).collect()

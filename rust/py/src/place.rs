@@ -13,7 +13,7 @@ use pyo3::types::PyString;
 
 use crate::remote::{AnyStore, RemoteStore};
 
-/// A path, or an `actshard.location.Location`.
+/// A path, or an `actshard.base.location.Location`.
 #[derive(Debug)]
 pub struct NamedPlace {
     /// Its name.

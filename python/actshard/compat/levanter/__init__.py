@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from actshard.base.errors import MissingExtraError
 from actshard.compat.levanter.configs import (
     DEFAULT_LM_DATA_SHUFFLE,
     BlockShuffleConfig,
@@ -47,7 +48,6 @@ from actshard.compat.levanter.datasets import (
     TreeCache,
 )
 from actshard.compat.levanter.datasets import Prepared as _Prepared  # noqa: F401 -- pickles of earlier versions name it here
-from actshard.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from haliax import Axis

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from actshard import tokens
+from actshard.base.errors import ArgumentError, ExistsError, warn
 from actshard.compat.levanter.datasets import (
     CausalLmDataset,
     Dataset,
@@ -22,7 +23,6 @@ from actshard.compat.levanter.datasets import (
     examples_of,
     length_of,
 )
-from actshard.errors import ArgumentError, ExistsError, warn
 from actshard.tokens import components, formats
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import open_cache

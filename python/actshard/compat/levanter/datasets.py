@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import tokens
-from actshard.errors import ArgumentError, MissingExtraError, OutOfRangeError
-from actshard.location import Location
+from actshard.base.errors import ArgumentError, MissingExtraError, OutOfRangeError
+from actshard.base.location import Location
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import open_cache
 

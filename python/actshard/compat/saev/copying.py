@@ -11,7 +11,7 @@ import pathlib
 import shutil
 from collections.abc import Iterator
 
-from actshard.errors import (
+from actshard.base.errors import (
     from_os,
 )
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import numpy as np
 
-from actshard._json import Fields, read_json
-from actshard.errors import (
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import (
     ActshardError,
     ArgumentError,
     ArgumentTypeError,
@@ -24,8 +24,8 @@ from actshard.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from actshard.base.location import Location
 from actshard.formats.saev.read import hashes
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from types import UnionType

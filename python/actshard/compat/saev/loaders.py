@@ -12,10 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard
-from actshard.compat.saev.copying import copy_to_tmpdir
-from actshard.compat.saev.dumps import IndexMap, Metadata, ShardInfo, WrongError, expect
-from actshard.compat.saev.settings import IndexedConfig, NotDoneError, OrderedConfig, ShuffledConfig
-from actshard.errors import (
+from actshard.base.errors import (
     ActshardError,
     ActshardWarning,
     ArgumentError,
@@ -24,9 +21,12 @@ from actshard.errors import (
     OutOfRangeError,
     UnsupportedError,
 )
-from actshard.location import Location
-from actshard.stream import Stream
-from actshard.stream.content import content_range
+from actshard.base.location import Location
+from actshard.compat.saev.copying import copy_to_tmpdir
+from actshard.compat.saev.dumps import IndexMap, Metadata, ShardInfo, WrongError, expect
+from actshard.compat.saev.settings import IndexedConfig, NotDoneError, OrderedConfig, ShuffledConfig
+from actshard.streaming import Stream
+from actshard.streaming.content import content_range
 
 try:
     import torch

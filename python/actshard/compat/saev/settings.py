@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from actshard.compat.saev.dumps import Tokens, expect, expect_integer
-from actshard.errors import (
+from actshard.base.errors import (
     ArgumentError,
     UnsupportedError,
 )
+from actshard.compat.saev.dumps import Tokens, expect, expect_integer
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard import Layer, Store
+from actshard.base.errors import MissingExtraError, OutOfRangeError
 from actshard.compat.drafts import DraftExamples, DraftSample, Layers
-from actshard.errors import MissingExtraError, OutOfRangeError
 from actshard.torch._tensors import data, tensor, torch
 
 _Sample = dict[str, Any]

@@ -15,9 +15,9 @@ from numpy.typing import DTypeLike
 
 import actshard
 from actshard import Layer, Store
+from actshard.base.errors import ArgumentError, LayerError, MissingExtraError, UnsupportedError
 from actshard.compat.drafts import DraftExamples, Layers
 from actshard.compat.specforge.datasets import order_of
-from actshard.errors import ArgumentError, LayerError, MissingExtraError, UnsupportedError
 from actshard.torch._tensors import tensor, torch
 
 try:

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from numpy.typing import DTypeLike
 
 from actshard import Layer, Store
-from actshard.compat.drafts import DraftExamples, DraftSample, Layers
-from actshard.errors import (
+from actshard.base.errors import (
     ArgumentError,
     MissingExtraError,
     MissingFileError,
@@ -18,6 +17,7 @@ from actshard.errors import (
     UnsupportedError,
     warn,
 )
+from actshard.compat.drafts import DraftExamples, DraftSample, Layers
 from actshard.torch._tensors import tensor, torch
 
 try:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from actshard import Layer, Store
-from actshard._arguments import local_path
+from actshard.base._arguments import local_path
+from actshard.base.errors import ArgumentError, MissingExtraError, MissingFileError, UnsupportedError, boundary
 from actshard.compat.drafts import DraftExamples, Layers
-from actshard.errors import ArgumentError, MissingExtraError, MissingFileError, UnsupportedError, boundary
 from actshard.torch._tensors import tensor, torch
 
 try:

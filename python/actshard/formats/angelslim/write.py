@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
 from actshard.formats.draft_writing import AUX, DraftCarrying, DraftKind, DraftTarget
 from actshard.formats.per_token import LAST
 from actshard.formats.target import Spec, positive

@@ -6,13 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
+from actshard.base.location import Location
 from actshard.formats.automodel.files import WEIGHTS, DraftManifest, StackedTensor
 from actshard.formats.automodel.read import StackedCache
 from actshard.formats.contents import Options
 from actshard.formats.format import Tell
 from actshard.formats.per_token import check_token_values
 from actshard.formats.report import Report
-from actshard.location import Location
 
 _AT_ONCE = 1 << 22
 """Number of indices read at once."""

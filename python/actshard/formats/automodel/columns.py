@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
+from actshard.base.location import Location
 from actshard.formats.automodel.files import OF_FILES, WEIGHTS
 from actshard.formats.carrying import Carrying
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents

@@ -13,11 +13,11 @@ import re
 from dataclasses import dataclass
 
 import actshard._native as _native
-from actshard._json import Fields, read_json
-from actshard.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
-from actshard.faults import RAISE, Faults
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.per_token import LAST, layer_names
-from actshard.location import Location
 
 MANIFEST = "manifest.json"
 WEIGHTS = ("target_embeddings.safetensors", "target_weights.safetensors")

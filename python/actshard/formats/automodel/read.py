@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import read_json
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import FormatError
-from actshard.faults import RAISE, Faults
+from actshard.base._arguments import NUMPY_BY_NAME
+from actshard.base._json import read_json
+from actshard.base.codes import Remark
+from actshard.base.errors import FormatError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.automodel.files import (
     COLUMNS,
     MANIFEST,
@@ -32,7 +33,6 @@ from actshard.formats.automodel.files import (
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import TokenColumns
 from actshard.formats.tables import picked
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard._arguments import NUMPY_BY_NAME, name_of
-from actshard._json import Fields
-from actshard.errors import ArgumentError, FormatError
+from actshard.base._arguments import NUMPY_BY_NAME, name_of
+from actshard.base._json import Fields
+from actshard.base.errors import ArgumentError, FormatError
+from actshard.base.layers import Layer
+from actshard.base.location import Location
+from actshard.base.work import rename, sync_folders, write_bytes
 from actshard.formats.automodel.files import COLUMNS, DTYPES, MANIFEST, OF_FILES, DraftManifest
 from actshard.formats.per_token import LAST, check_counts, token_values
 from actshard.formats.target import AllExamples, Block, Spec, only, positive
 from actshard.formats.token_target import TokenTarget
-from actshard.layers import Layer
-from actshard.location import Location
-from actshard.work import rename, sync_folders, write_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa

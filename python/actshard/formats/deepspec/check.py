@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base.location import Location
 from actshard.formats.contents import Options
 from actshard.formats.deepspec.manifest import OFFSETS, RECORDS, TOKEN_BYTES, Manifest
 from actshard.formats.deepspec.read import LOST, TargetCache
 from actshard.formats.format import Tell
 from actshard.formats.per_token import TokenColumns, check_token_values
 from actshard.formats.report import Report
-from actshard.location import Location
 
 _SHOWN = 20
 """Findings of one kind per index file, at most."""

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actshard._json import Fields, read_json, show
-from actshard.errors import FormatError, UnsupportedError
-from actshard.faults import RAISE, Faults
+from actshard.base._json import Fields, read_json, show
+from actshard.base.errors import FormatError, UnsupportedError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.per_token import LAST, layer_names
-from actshard.location import Location
 
 MANIFEST = "manifest.json"
 INDEX = "samples.idx"

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import read_json
 from actshard._native import IndexRecords, Rows
-from actshard.codes import Remark
-from actshard.errors import FormatError, MissingFileError, UnfinishedError
-from actshard.faults import RAISE, Faults
+from actshard.base._arguments import NUMPY_BY_NAME
+from actshard.base._json import read_json
+from actshard.base.codes import Remark
+from actshard.base.errors import FormatError, MissingFileError, UnfinishedError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.deepspec.manifest import COLUMNS, MANIFEST, TEMPORARY, Manifest
 from actshard.formats.per_token import TokenColumns
-from actshard.location import Location
 
 _LOOKED_FOR = "a folder with a manifest.json that has target_layer_ids and index_record_size"
 LOST = 1 << 61

@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 import actshard._native as _native
-from actshard.errors import ArgumentError, FormatError
+from actshard.base.errors import ArgumentError, FormatError
+from actshard.base.layers import Layer
+from actshard.base.work import sync_folders, write_bytes
 from actshard.formats.deepspec.manifest import (
     COLUMNS,
     DTYPES,
@@ -31,8 +33,6 @@ from actshard.formats.deepspec.manifest import (
 from actshard.formats.per_token import LAST, ColumnValues
 from actshard.formats.target import AllExamples, Block, Spec, only, positive
 from actshard.formats.token_target import TokenTarget
-from actshard.layers import Layer
-from actshard.work import sync_folders, write_bytes
 
 MAX_SHARD_BYTES = 64 << 30
 """DeepSpec's default size of a shard."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from actshard._json import read_json
+from actshard.base._json import read_json
+from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.hallulens.files import SampleArray
 from actshard.formats.hallulens.read import Capture, Sample
 from actshard.formats.report import Report
-from actshard.location import Location
 
 _SHOWN = 20
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
+from actshard.base.location import Location
 from actshard.formats.carrying import Carrying
 from actshard.formats.hallulens.files import ATTENTION
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents

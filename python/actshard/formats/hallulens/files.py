@@ -17,11 +17,11 @@ from tokenize import TokenError
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._json import Fields, read_json, read_lines
-from actshard.errors import FormatError, MissingFileError, TruncatedFileError, boundary
-from actshard.faults import RAISE, Faults
-from actshard.location import Location
-from actshard.storage import Stat
+from actshard.base._json import Fields, read_json, read_lines
+from actshard.base.errors import FormatError, MissingFileError, TruncatedFileError, boundary
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
+from actshard.base.storage import Stat
 
 STORAGE = "inference_capture_v1"
 PROMPT, RESPONSE = "prompt_activations", "response_activations"

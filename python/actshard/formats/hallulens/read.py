@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import many
-from actshard._json import Fields, read_json, show
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, MissingFileError, NotStoredError
-from actshard.faults import RAISE, Faults
+from actshard.base._arguments import many
+from actshard.base._json import Fields, read_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, FormatError, MissingFileError, NotStoredError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hallulens.files import (
     ATTENTION,
@@ -38,7 +39,6 @@ from actshard.formats.hallulens.files import (
     read_scores,
 )
 from actshard.formats.tables import table_of
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

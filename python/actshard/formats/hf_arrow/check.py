@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from actshard.base.location import Location
 from actshard.formats.contents import Options
 from actshard.formats.format import Tell
 from actshard.formats.hf_arrow.read import Directory
 from actshard.formats.report import Report
-from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

@@ -1,6 +1,6 @@
 """Codes of findings specific to Arrow directories."""
 
-from actshard.codes import WARNING, Code
+from actshard.base.codes import WARNING, Code
 
 FINDINGS = (
     Code(

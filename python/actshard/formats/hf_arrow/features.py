@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
 from actshard.formats.target import without_arrow_type
 
 if TYPE_CHECKING:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from actshard.errors import ArgumentTypeError
-from actshard.location import Location
+from actshard.base.errors import ArgumentTypeError
+from actshard.base.location import Location
 
 
 def save(dataset: Any, folder: Location) -> None:

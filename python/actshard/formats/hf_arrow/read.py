@@ -20,18 +20,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import many
-from actshard._json import Fields, parse_json, read_json, show
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import ActshardError, ArgumentError, FormatError, MissingFileError, NotStoredError, UnfinishedError
-from actshard.faults import RAISE, Faults
+from actshard.base._arguments import many
+from actshard.base._json import Fields, parse_json, read_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import (
+    ActshardError,
+    ArgumentError,
+    FormatError,
+    MissingFileError,
+    NotStoredError,
+    UnfinishedError,
+)
+from actshard.base.faults import RAISE, Faults
+from actshard.base.layers import Layer, stored
+from actshard.base.location import Location
 from actshard.formats.candidates import choose, left_out, named_in, rank_of
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hf_arrow.streams import StreamFile, pa_type
 from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, is_deeper, kind_of, pieces_of, vectors_of
-from actshard.layers import Layer, stored
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

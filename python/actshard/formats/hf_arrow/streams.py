@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import FormatError, UnsupportedError
-from actshard.location import Location
+from actshard.base.errors import FormatError, UnsupportedError
+from actshard.base.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

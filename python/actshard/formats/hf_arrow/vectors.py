@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import FormatError
+from actshard.base.errors import FormatError
 from actshard.formats.hf_arrow.streams import Batch, Column, StreamFile
 
 FLOATS = {"float16": "F16", "float32": "F32", "float64": "F64"}

@@ -24,8 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._columns import map_arrow
-from actshard.errors import ArgumentError, FormatError
+from actshard.base._columns import map_arrow
+from actshard.base.errors import ArgumentError, FormatError
+from actshard.base.work import rename, sync_folders, whole_file, write_bytes
 from actshard.formats.hf_arrow.features import check_features
 from actshard.formats.hf_arrow.messages import END, MOST_VALUES, ArrowColumns, arrays_of, info_of, same_types, usual
 from actshard.formats.hf_arrow.read import OWN
@@ -40,7 +41,6 @@ from actshard.formats.target import (
     uniform,
     without_arrow_type,
 )
-from actshard.work import rename, sync_folders, whole_file, write_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa

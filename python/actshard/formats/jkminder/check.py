@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 
-from actshard._arguments import stored
+from actshard.base._arguments import stored
+from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.jkminder.files import CONFIG
 from actshard.formats.jkminder.read import ActivationCache
 from actshard.formats.report import Report
-from actshard.location import Location
 
 _SHARD = re.compile(r"shard_([0-9]+)\.memmap")
 

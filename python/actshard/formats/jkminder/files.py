@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import name_of, numpy_type
-from actshard._json import Fields, read_json, show
 from actshard._native import StoredArray
-from actshard.containers import read_torch
-from actshard.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
-from actshard.faults import RAISE, Faults
-from actshard.location import Location
+from actshard.base._arguments import name_of, numpy_type
+from actshard.base._json import Fields, read_json, show
+from actshard.base.containers import read_torch
+from actshard.base.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 
 CONFIG, TOKENS, RANGES = "config.json", "tokens.pt", "sequence_ranges.pt"
 _FOLDER = re.compile(r"(.+)_(in|out)")

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard import layers as naming
-from actshard._arguments import stored
-from actshard._json import show
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import FormatError, UnsupportedError
-from actshard.faults import RAISE, Faults
+from actshard.base import layers as naming
+from actshard.base._arguments import stored
+from actshard.base._json import show
+from actshard.base.codes import Remark
+from actshard.base.errors import FormatError, UnsupportedError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.jkminder.files import (
     RANGES,
@@ -27,7 +28,6 @@ from actshard.formats.jkminder.files import (
     submodules,
 )
 from actshard.formats.per_token import TokenColumns
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

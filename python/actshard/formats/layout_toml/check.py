@@ -5,9 +5,10 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Mapping, Sequence
 
-from actshard._arguments import many
-from actshard.containers import read_torch
-from actshard.errors import ActshardError
+from actshard.base._arguments import many
+from actshard.base.containers import read_torch
+from actshard.base.errors import ActshardError
+from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.layout_toml import description
 from actshard.formats.layout_toml.description import Description, Name
@@ -17,7 +18,6 @@ from actshard.formats.numbered import SHOWN
 from actshard.formats.plain_folders import NAME
 from actshard.formats.report import Report
 from actshard.formats.torch_checks import check_torch
-from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._json import utf8
 from actshard._native import StoredArray
-from actshard.errors import FormatError, NotStoredError
+from actshard.base._json import utf8
+from actshard.base.errors import FormatError, NotStoredError
+from actshard.base.location import Location
 from actshard.formats.layout_toml.description import Description, Part
 from actshard.formats.layout_toml.files import array_in, is_lines, lines_of, open_files, parquet_of, viewed
 from actshard.formats.layout_toml.index import (
@@ -22,7 +23,6 @@ from actshard.formats.layout_toml.index import (
     read_part,
 )
 from actshard.formats.tables import table_of
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -15,14 +15,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from actshard._arguments import name_of, numpy_type
-from actshard._json import read_json, show
-from actshard.codes import Remark
-from actshard.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError
+from actshard.base._arguments import name_of, numpy_type
+from actshard.base._json import read_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, ArgumentError, ArgumentTypeError, FormatError
+from actshard.base.location import Location
 from actshard.formats.contents import LayoutText
 from actshard.formats.layout_toml.known import find
 from actshard.formats.plain_folders import NAME
-from actshard.location import Location
 
 LARGEST = 1 << 20
 """Size limit of a description in bytes."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from actshard.base.location import Location
 from actshard.formats.contents import Evidence
 from actshard.formats.layout_toml.known import find
 from actshard.formats.plain_folders import NAME, beginning, marked
-from actshard.location import Location
 
 _LOOKED_FOR = f"a folder with a {NAME}, or of probelab, icalens or activault, or layout="
 

@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import stored
-from actshard._json import read_json, read_lines
 from actshard._native import StoredArray
-from actshard.codes import Remark
-from actshard.containers import RefusedObject, TorchFile, read_torch, refusal
-from actshard.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
+from actshard.base._arguments import stored
+from actshard.base._json import read_json, read_lines
+from actshard.base.codes import Remark
+from actshard.base.containers import RefusedObject, TorchFile, read_torch, refusal
+from actshard.base.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
+from actshard.base.location import Location
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Name, Part, Pattern
 from actshard.formats.numbered import TOTAL, FileKey, Gap, Numbered, bounds_of, renumbered
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -279,7 +279,7 @@ def _check_hdf5_end(path: Location, base: int) -> None:
 
 
 def _native_name(dtype: np.dtype[Any]) -> str:
-    from actshard._arguments import name_of
+    from actshard.base._arguments import name_of
 
     return name_of(dtype)
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.errors import FormatError, UnsupportedError
-from actshard.location import Location
+from actshard.base.errors import FormatError, UnsupportedError
+from actshard.base.location import Location
 
 
 @dataclass(frozen=True)

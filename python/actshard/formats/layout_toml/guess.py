@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from actshard._json import read_json
 from actshard._native import StoredArray
-from actshard.errors import ActshardError, FormatError
+from actshard.base._json import read_json
+from actshard.base.errors import ActshardError, FormatError
+from actshard.base.location import Location
 from actshard.formats.candidates import rank_of
 from actshard.formats.layout_toml import description, index
 from actshard.formats.layout_toml.description import Name, Part, Pattern
 from actshard.formats.layout_toml.files import OpenedFile, kind_of, open_files
-from actshard.location import Location
 
 _LAYER_WORDS = re.compile(r"(?:^|[^a-z])(?:l|layers?|blocks?|h|resid_l|resid)[_.\-]?$", re.IGNORECASE)
 _BATCH_WORDS = re.compile(r"(?:batch|chunk|shard|part|activations)[_.\-]?$", re.IGNORECASE)

@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import stored
 from actshard._native import StoredArray
-from actshard.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.base._arguments import stored
+from actshard.base.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.base.location import Location
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import CAPTURE, Description, Name, Part, Pattern
 from actshard.formats.layout_toml.files import (
@@ -43,7 +44,6 @@ from actshard.formats.layout_toml.geometry import (
     weighted,
 )
 from actshard.formats.layout_toml.scaling import Scaled, Scaler
-from actshard.location import Location
 
 _ALONE: tuple[Name, ...] = (0,)
 

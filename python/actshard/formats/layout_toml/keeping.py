@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import NUMPY_BY_NAME
+from actshard.base._arguments import NUMPY_BY_NAME
+from actshard.base.location import Location
 from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
 from actshard.formats.layout_toml.description import Description
 from actshard.formats.layout_toml.files import matches
 from actshard.formats.layout_toml.index import RowFile, RowIndex, Unit, build, examples_of, spread, units_of
-from actshard.location import Location
 
 _VERSION = 1
 _MOST = 1 << 40

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from actshard._json import Fields, read_json
-from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, UnfinishedError, UnsupportedError
-from actshard.location import Location
+from actshard.base._json import Fields, read_json
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, FormatError, UnfinishedError, UnsupportedError
+from actshard.base.location import Location
 
 _SAVED = ".saved.pt"
 _HOOK = "metadata.json"

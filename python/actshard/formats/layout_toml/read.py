@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 import actshard._native as _native
-from actshard import layers
-from actshard._arguments import stored
 from actshard._native import Rows
-from actshard.codes import Remark
+from actshard.base import layers
+from actshard.base._arguments import stored
+from actshard.base.codes import Remark
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Options
 from actshard.formats.layout_toml import description
 from actshard.formats.layout_toml.columns import FolderColumns
@@ -18,7 +19,6 @@ from actshard.formats.layout_toml.description import Description
 from actshard.formats.layout_toml.files import missing_files
 from actshard.formats.layout_toml.index import RowIndex
 from actshard.formats.layout_toml.keeping import index_of
-from actshard.location import Location
 
 
 def native(index: RowIndex, options: Options, *, is_raw: bool) -> Rows:

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import stored
 from actshard._native import StoredArray
-from actshard.errors import ActshardError, FormatError, UnsupportedError
+from actshard.base._arguments import stored
+from actshard.base.errors import ActshardError, FormatError, UnsupportedError
+from actshard.base.location import Location
 from actshard.formats.layout_toml.description import Description, DescriptionReader, Part
 from actshard.formats.layout_toml.files import OpenedFile, viewed
 from actshard.formats.scales import CODES
-from actshard.location import Location
 
 FLOATS = ("F32", "F16", "BF16")
 Scaled = tuple[StoredArray, StoredArray, NDArray[np.float32] | None]

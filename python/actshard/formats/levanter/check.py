@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from actshard import errors
-from actshard.errors import ActshardError
+from actshard.base import errors
+from actshard.base.errors import ActshardError
+from actshard.base.location import Location
 from actshard.formats.report import Report
-from actshard.location import Location
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.cache import TokenCache
 

@@ -1,6 +1,6 @@
 """Codes of findings specific to token caches."""
 
-from actshard.codes import NOTE, WARNING, Code
+from actshard.base.codes import NOTE, WARNING, Code
 
 FINDINGS = (
     Code(

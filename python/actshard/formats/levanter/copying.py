@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from actshard._arguments import many
-from actshard.errors import FormatError
-from actshard.location import Location
+from actshard.base._arguments import many
+from actshard.base.errors import FormatError
+from actshard.base.location import Location
+from actshard.base.work import remove
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import SHARDED, Ledger
-from actshard.work import remove
 
 
 def check_copy(folder: Location, source: Location, names: Collection[str]) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from actshard.base.location import Location
+from actshard.base.walking import LEDGER, is_cache_itself
 from actshard.formats.contents import Evidence
-from actshard.location import Location
-from actshard.walking import LEDGER, is_cache_itself
 
 
 def detect(path: Location) -> Evidence:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base.location import Location
 from actshard.formats.contents import Options
 from actshard.formats.format import Tell
 from actshard.formats.llamascopium.files import TOKENS, Chunk
 from actshard.formats.llamascopium.read import ChunkFolder, rows_of
 from actshard.formats.report import Report
-from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

@@ -20,13 +20,13 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import actshard._native as _native
-from actshard._json import read_json
 from actshard._native import StoredArray
-from actshard.codes import Remark
-from actshard.containers import read_torch
-from actshard.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.base._json import read_json
+from actshard.base.codes import Remark
+from actshard.base.containers import read_torch
+from actshard.base.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.base.location import Location
 from actshard.formats.numbered import SHOWN, Gap, Numbered, renumbered
-from actshard.location import Location
 
 ACTIVATION, TOKENS = "activation", "tokens"
 PER_TOKEN = (TOKENS, "mask", "attention_mask")

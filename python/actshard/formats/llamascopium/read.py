@@ -9,12 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard import layers as naming
-from actshard._arguments import stored
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import FormatError, NotStoredError
-from actshard.faults import RAISE, Faults
+from actshard.base import layers as naming
+from actshard.base._arguments import stored
+from actshard.base.codes import Remark
+from actshard.base.errors import FormatError, NotStoredError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.llamascopium.files import (
     ACTIVATION,
@@ -30,7 +31,6 @@ from actshard.formats.llamascopium.files import (
 )
 from actshard.formats.per_token import TokenColumns
 from actshard.formats.tables import table_of
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from actshard.codes import Code
+from actshard.base.codes import Code
 from actshard.formats.format import Format, Room
 from actshard.formats.lmprobe import codes
 

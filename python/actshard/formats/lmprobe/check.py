@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import many
-from actshard._json import Fields
+from actshard.base._arguments import many
+from actshard.base._json import Fields
+from actshard.base.location import Location
 from actshard.formats.lmprobe.index import TOKEN_LISTS, int64_of, lists_of
 from actshard.formats.lmprobe.read import LOGITS_KEYS, ROUTER_KEY, Extraction, tensor_of, tensors_in
 from actshard.formats.report import Report
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -87,7 +87,7 @@ def _claims(
             f"field '{fields.where}'",
         )
     dtype, width = tensors[0]
-    from actshard._arguments import NUMPY_BY_NAME
+    from actshard.base._arguments import NUMPY_BY_NAME
 
     real = NUMPY_BY_NAME.get(dtype)
     claimed = fields.value.get("dtype")
@@ -301,7 +301,7 @@ def _check_logits(dataset: Extraction, fields: Fields, listed_files: set[Locatio
                     f"tensor '{pair[1]}'",
                 )
     if values:
-        from actshard._arguments import NUMPY_BY_NAME
+        from actshard.base._arguments import NUMPY_BY_NAME
 
         kind = NUMPY_BY_NAME.get(values[0][0])
         _claims(fields, values, "k", None if kind is None else values[0][1] * (kind.itemsize + 4), report)

@@ -1,6 +1,6 @@
 """Codes of findings specific to lmprobe datasets, and of their writer's warnings."""
 
-from actshard.codes import ERROR, NOTE, WARNING, Code
+from actshard.base.codes import ERROR, NOTE, WARNING, Code
 
 _INDEX = "write the index again"
 

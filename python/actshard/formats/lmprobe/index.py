@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._columns import array_of
-from actshard._json import parse_json, show
 from actshard._native import Addresses
-from actshard.codes import Remark
-from actshard.errors import (
+from actshard.base._columns import array_of
+from actshard.base._json import parse_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import (
     ActshardError,
     FormatError,
     MissingFileError,
@@ -23,9 +23,9 @@ from actshard.errors import (
     UnsupportedError,
     from_reader,
 )
-from actshard.footers import ParquetFooter, read_footer
+from actshard.base.footers import ParquetFooter, read_footer
+from actshard.base.location import Location
 from actshard.formats.lmprobe.pages import decoded_at_most
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

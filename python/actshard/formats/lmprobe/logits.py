@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import name_of
-from actshard.errors import ArgumentError
+from actshard.base._arguments import name_of
+from actshard.base.errors import ArgumentError
+from actshard.base.work import rename
 from actshard.formats.target import LOGITS, ROUTER, AllExamples, arrays_in
-from actshard.work import rename
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 import actshard._native as _native
-from actshard._json import Fields
-from actshard.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.base._json import Fields
+from actshard.base.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.base.location import Location
+from actshard.base.work import make_folder, whole_file
 from actshard.formats.contents import Contents
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.read import Extraction
 from actshard.formats.lmprobe.write import INDEX, MADE_UP
 from actshard.formats.merging import Merge, Merger
 from actshard.formats.tables import IncompatibleTypesError, as_schema, common_schema
-from actshard.location import Location
-from actshard.work import make_folder, whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

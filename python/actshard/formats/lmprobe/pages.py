@@ -17,9 +17,9 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from actshard.errors import FormatError, TruncatedFileError
-from actshard.footers import ParquetFooter
-from actshard.location import Location
+from actshard.base.errors import FormatError, TruncatedFileError
+from actshard.base.footers import ParquetFooter
+from actshard.base.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -24,18 +24,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import Fields, show
 from actshard._native import Addresses, Rows
-from actshard.codes import Remark
-from actshard.errors import (
+from actshard.base._arguments import NUMPY_BY_NAME
+from actshard.base._json import Fields, show
+from actshard.base.codes import Remark
+from actshard.base.errors import (
     FormatError,
     MissingFileError,
     UnsupportedError,
 )
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
 from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, UNLISTED, Index, find_parts
-from actshard.location import Location
 
 # Names in lmprobe's code, then names in the format text.
 LOGITS_KEYS = (("logits_topk.values", "logits_topk.indices"), ("topk_values", "topk_indices"))

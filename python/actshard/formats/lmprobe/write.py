@@ -19,9 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import name_of
-from actshard._columns import numbers
-from actshard.errors import ArgumentError, FormatError, from_os
+from actshard.base._arguments import name_of
+from actshard.base._columns import numbers
+from actshard.base.errors import ArgumentError, FormatError, from_os
+from actshard.base.layers import Layer
+from actshard.base.work import make_folder, rename, sync_folders, whole_file
 from actshard.formats.lmprobe.index import TOKEN_LISTS
 from actshard.formats.lmprobe.logits import is_router, write_logits
 from actshard.formats.tables import as_schema, as_text
@@ -39,8 +41,6 @@ from actshard.formats.target import (
     positive,
     uniform,
 )
-from actshard.layers import Layer
-from actshard.work import make_folder, rename, sync_folders, whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,9 +7,9 @@ Source: NVIDIA/Model-Optimizer a2fbac7, ``examples/speculative_decoding/collect_
 
 from __future__ import annotations
 
+from actshard.base.location import Location
 from actshard.formats.draft_examples import DraftKeys
 from actshard.formats.draft_torch import DraftFolder
-from actshard.location import Location
 
 _SUFFIX = ".pt"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.parquet_vectors.files import sidecar
 from actshard.formats.parquet_vectors.read import ParquetDataset
 from actshard.formats.report import Report
-from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, UnknownFormatError, UnsupportedError, boundary
-from actshard.footers import read_footer
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, FormatError, UnknownFormatError, UnsupportedError, boundary
+from actshard.base.footers import read_footer
+from actshard.base.location import Location
 from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._json import read_json
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import ActshardError, ArgumentError, FormatError, NotStoredError
-from actshard.faults import RAISE, Faults
+from actshard.base._json import read_json
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, ArgumentError, FormatError, NotStoredError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.candidates import choose, left_out, named_in, rank_of
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.parquet_vectors.files import (
@@ -37,7 +38,6 @@ from actshard.formats.parquet_vectors.files import (
     parquet_files,
     sidecar,
 )
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -7,13 +7,13 @@ from collections import defaultdict
 from functools import partial
 from typing import TYPE_CHECKING
 
-from actshard._json import Fields, read_json
 from actshard._native import Rows
-from actshard.errors import ActshardError
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import ActshardError
+from actshard.base.location import Location
 from actshard.formats.contents import Options
 from actshard.formats.pickle.read import ListedShard, machines_in, shards_of
 from actshard.formats.report import Report
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.format import Tell

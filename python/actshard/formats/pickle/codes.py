@@ -1,6 +1,6 @@
 """Codes of findings specific to pickle shards."""
 
-from actshard.codes import NOTE, Code
+from actshard.base.codes import NOTE, Code
 
 FINDINGS = (
     Code(

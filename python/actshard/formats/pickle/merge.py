@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import actshard._native as _native
-from actshard._json import Fields, read_json
-from actshard.errors import MissingFileError
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import MissingFileError
+from actshard.base.location import Location, network_io
+from actshard.base.work import as_json, write_json
 from actshard.formats.contents import Options
 from actshard.formats.merging import Merge, Merger, check_column_types
 from actshard.formats.pickle.read import machines_in, open_many
 from actshard.formats.pickle.write import shard_listing
-from actshard.location import Location, network_io
-from actshard.work import as_json, write_json
 
 _DECODED = 160 << 20
 """Memory for one decoded shard of each part, whose columns are checked."""

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from actshard._json import Fields, read_json, show
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, NotStoredError
-from actshard.faults import RAISE, Faults
+from actshard.base._json import Fields, read_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, FormatError, NotStoredError
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import plain, table_of
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

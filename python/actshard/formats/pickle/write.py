@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
+from actshard.base.work import make_folder, rename, sync_folders, write_json
 from actshard.formats.pickle.read import LARGEST_LAYER, SAMPLE_NUMBERS
 from actshard.formats.target import (
     PREVIEW,
@@ -37,7 +38,6 @@ from actshard.formats.target import (
     only,
     positive,
 )
-from actshard.work import make_folder, rename, sync_folders, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from actshard.codes import Code
+from actshard.base.codes import Code
 from actshard.formats.format import Format, Room
 from actshard.formats.saev import codes
 

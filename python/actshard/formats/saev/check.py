@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
+from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.report import Report
 from actshard.formats.saev.read import DumpMetadata
-from actshard.location import Location
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

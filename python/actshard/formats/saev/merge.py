@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 import actshard._native as _native
-from actshard._json import Fields, read_json
-from actshard.errors import ExistsError, UnsupportedError
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import ExistsError, UnsupportedError
+from actshard.base.location import Location
+from actshard.base.work import as_json, rename, write_bytes, write_json
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Assembled, Merge, Merger
 from actshard.formats.saev.columns import SaevCarrying
 from actshard.formats.saev.read import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
 from actshard.formats.saev.read import open as open_dump
-from actshard.location import Location
-from actshard.work import as_json, rename, write_bytes, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._json import Fields, read_json, show
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import (
+from actshard.base._json import Fields, read_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import (
     ActshardError,
     FileAccessError,
     FormatError,
@@ -39,10 +39,10 @@ from actshard.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from actshard.faults import RAISE, Faults
+from actshard.base.faults import RAISE, Faults
+from actshard.base.location import Location, found_together
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell
-from actshard.location import Location, found_together
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -18,11 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._json import read_json
-from actshard.errors import ArgumentError, FormatError, NotStoredError, UnfinishedError
+from actshard.base._json import read_json
+from actshard.base.errors import ArgumentError, FormatError, NotStoredError, UnfinishedError
+from actshard.base.work import FOLDER, first_difference, rename, sync_folders, write_bytes, write_json
 from actshard.formats.saev.read import ITEMSIZE, LENGTHS, hashes
 from actshard.formats.target import PATCH_LABELS, AllExamples, Block, Spec, Target, array_of, flag, only, positive
-from actshard.work import FOLDER, first_difference, rename, sync_folders, write_bytes, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.plain_folders import PlainCarrying, check, plain_contents, plain_evidence
-from actshard.location import Location
 
 __all__ = ["PlainCarrying", "check", "detect", "open"]
 

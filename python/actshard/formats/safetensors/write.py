@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from actshard._arguments import name_of
+from actshard.base._arguments import name_of
 from actshard.formats.plain_writing import KEY, LARGEST, PlainTarget
 from actshard.formats.target import FLOATS, only
 

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import ActshardError
+from actshard.base.errors import ActshardError
+from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.per_token import wrong_values
 from actshard.formats.report import Report
 from actshard.formats.speculators.files import FOLDER, SCALED, SCALES, STATES
 from actshard.formats.speculators.read import lists_of, table_of_rows
-from actshard.location import Location
 
 _STATES = re.compile(r"hs_(\d+)\.safetensors")
 _SHOWN = 20

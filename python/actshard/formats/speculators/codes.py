@@ -1,6 +1,6 @@
 """Codes of findings specific to speculators' training data."""
 
-from actshard.codes import ERROR, WARNING, Code
+from actshard.base.codes import ERROR, WARNING, Code
 
 FINDINGS = (
     Code(

@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._json import Fields, read_json, show
 from actshard._native import StoredArray
-from actshard.codes import Remark
-from actshard.errors import (
+from actshard.base._json import Fields, read_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import (
     ActshardError,
     FormatError,
     MissingFileError,
@@ -29,8 +29,8 @@ from actshard.errors import (
     UnsupportedError,
     from_os,
 )
+from actshard.base.location import Location
 from actshard.formats.per_token import left_out
-from actshard.location import Location
 
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 SCALED = ("F8_E4M3", "F8_E5M2", "I8")

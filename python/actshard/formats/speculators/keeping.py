@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base.location import Location
 from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
 from actshard.formats.speculators.files import FLOATS, FOLDER, AllStates, StatesFile, data_files
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,12 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import NUMPY_BY_NAME
-from actshard._columns import array_of
-from actshard._json import read_json, show
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, NotStoredError, boundary
+from actshard.base._arguments import NUMPY_BY_NAME
+from actshard.base._columns import array_of
+from actshard.base._json import read_json, show
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, FormatError, NotStoredError, boundary
+from actshard.base.layers import Layer, is_one, stored
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import LAST, TokenColumns
 from actshard.formats.speculators.files import (
@@ -35,8 +37,6 @@ from actshard.formats.speculators.files import (
 )
 from actshard.formats.speculators.keeping import states_of_rows
 from actshard.formats.tables import picked
-from actshard.layers import Layer, is_one, stored
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

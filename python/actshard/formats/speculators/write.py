@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard._arguments import NUMPY_BY_NAME, name_of
-from actshard._json import read_json
-from actshard.errors import FormatError
+from actshard.base._arguments import NUMPY_BY_NAME, name_of
+from actshard.base._json import read_json
+from actshard.base.errors import FormatError
+from actshard.base.layers import Layer
+from actshard.base.location import Location
+from actshard.base.work import sync_folders, whole_file, write_bytes
 from actshard.formats.per_token import LAST, token_values
 from actshard.formats.scales import ScaleLoss, Scaling
 from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, SCALED_BY, SCALES, STATE, STATES
 from actshard.formats.target import AllExamples, Block, Spec, only
 from actshard.formats.token_target import TokenTarget
-from actshard.layers import Layer
-from actshard.location import Location
-from actshard.work import sync_folders, whole_file, write_bytes
 
 if TYPE_CHECKING:
     import pyarrow as pa

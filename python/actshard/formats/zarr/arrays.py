@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import NUMPY_BY_NAME
-from actshard._json import Fields, exists, utf8
-from actshard.codes import Remark
-from actshard.errors import (
+from actshard.base._arguments import NUMPY_BY_NAME
+from actshard.base._json import Fields, exists, utf8
+from actshard.base.codes import Remark
+from actshard.base.errors import (
     ActshardError,
     FileAccessError,
     FormatError,
@@ -26,10 +26,10 @@ from actshard.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
+from actshard.base.location import Location, read_ahead, read_together
+from actshard.base.request import Request
 from actshard.formats.zarr.meta import ArrayMeta, json_mapping, json_object
 from actshard.formats.zarr.package import PackageArray
-from actshard.location import Location, read_ahead, read_together
-from actshard.request import Request
 
 WRITER = "actshard"
 """First word of the attribute "written_by" of stores that this package wrote."""

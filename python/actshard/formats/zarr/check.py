@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import FormatError, MissingFileError, TruncatedFileError, UnsupportedError
+from actshard.base.errors import FormatError, MissingFileError, TruncatedFileError, UnsupportedError
+from actshard.base.location import Location
 from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.member import Member, by_i
 from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import stores_in, stores_of
-from actshard.location import Location
 
 _ABSENT = np.iinfo(np.uint64).max
 """Offset and bytes of a missing inner chunk."""

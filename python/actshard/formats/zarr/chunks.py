@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import FormatError
+from actshard.base.errors import FormatError
 from actshard.formats.target import Block
 
 CHUNK_BYTES = 1 << 20

@@ -1,6 +1,6 @@
 """Codes of findings specific to Zarr activation stores."""
 
-from actshard.codes import ERROR, WARNING, Code
+from actshard.base.codes import ERROR, WARNING, Code
 
 FINDINGS = (
     Code(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from actshard.base.location import Location
 from actshard.formats.carrying import Carrying, without_files
 from actshard.formats.zarr.member import Member
 from actshard.formats.zarr.packing import PACKS, codec_name
 from actshard.formats.zarr.read import members_of
 from actshard.formats.zarr.write import OWN_ATTRIBUTES
-from actshard.location import Location
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents

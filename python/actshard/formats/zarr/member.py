@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import many, name_of
-from actshard._json import Fields, read_json, read_lines, show, utf8
-from actshard.codes import Remark
-from actshard.errors import ActshardError, FormatError, UnsupportedError, warn
+from actshard.base._arguments import many, name_of
+from actshard.base._json import Fields, read_json, read_lines, show, utf8
+from actshard.base.codes import Remark
+from actshard.base.errors import ActshardError, FormatError, UnsupportedError, warn
+from actshard.base.location import Location, read_ahead
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
 from actshard.formats.zarr.scales import stored_scales
-from actshard.location import Location, read_ahead
 
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"

@@ -10,7 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 import actshard._native as _native
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
+from actshard.base.location import Location
+from actshard.base.request import RECORD
+from actshard.base.work import as_json, write_json
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Merge, Merger, check_column_types
 from actshard.formats.tables import concatenated
@@ -19,9 +22,6 @@ from actshard.formats.zarr.member import ACTIVATIONS, Member
 from actshard.formats.zarr.read import is_group, members_of
 from actshard.formats.zarr.read import open as open_store
 from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
-from actshard.location import Location
-from actshard.request import RECORD
-from actshard.work import as_json, write_json
 
 
 def _check_chunks(sources: Sequence[Path]) -> None:

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from actshard._json import Fields, exists, read_json, show
-from actshard.errors import FormatError, MissingFileError, NotAFileError, UnsupportedError
-from actshard.location import Location, read_together
-from actshard.storage import Entry, Kind, Stat
+from actshard.base._json import Fields, exists, read_json, show
+from actshard.base.errors import FormatError, MissingFileError, NotAFileError, UnsupportedError
+from actshard.base.location import Location, read_together
+from actshard.base.storage import Entry, Kind, Stat
 
 PLANES = "actshard.planes"
 """The codec of packed rows (docs/formats/planes.md)."""

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import actshard._native as _native
-from actshard.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError
+from actshard.base.errors import ActshardError, FormatError, MissingExtraError, NotAFileError, UnsupportedError
 from actshard.formats.zarr.meta import PLANES
 
 if TYPE_CHECKING:
+    from actshard.base.location import Location
     from actshard.formats.zarr.meta import ArrayMeta
-    from actshard.location import Location
 
 
 _NUMBERS = ("astype", "bitround", "delta", "fixedscaleoffset", "packbits", "quantize", "shuffle", "transpose")

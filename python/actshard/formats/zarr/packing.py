@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.errors import ArgumentError
+from actshard.base.errors import ArgumentError
 from actshard.formats.target import Block
 from actshard.formats.zarr.chunks import ChunkWrites, Codec, ShardChunks, ShardedChunks, longest_chunk, plain_codec
 from actshard.formats.zarr.meta import PLANES

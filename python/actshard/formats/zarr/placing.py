@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base.work import whole_file
 from actshard.formats.target import TEXTS, array_of
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE
 from actshard.formats.zarr.scales import SCALED
-from actshard.work import whole_file
 
 if TYPE_CHECKING:
     import pyarrow as pa

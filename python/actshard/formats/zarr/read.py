@@ -37,25 +37,25 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from actshard._arguments import name_of
-from actshard._json import MAX_INT, Fields, exists, read_json, show, utf8
 from actshard._native import Rows
-from actshard.codes import Remark
-from actshard.errors import (
+from actshard.base._arguments import name_of
+from actshard.base._json import MAX_INT, Fields, exists, read_json, show, utf8
+from actshard.base.codes import Remark
+from actshard.base.errors import (
     ArgumentError,
     FormatError,
     MissingFileError,
     NotStoredError,
     UnsupportedError,
 )
-from actshard.faults import RAISE, Faults
+from actshard.base.faults import RAISE, Faults
+from actshard.base.layers import Layer, checked
+from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, TEXTS, Member
 from actshard.formats.zarr.meta import PLANES, ArrayMeta
-from actshard.layers import Layer, checked
-from actshard.location import Location
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -18,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._arguments import NUMPY_BY_NAME, many
-from actshard.codes import Remark
-from actshard.errors import ArgumentError
+from actshard.base._arguments import NUMPY_BY_NAME, many
+from actshard.base.codes import Remark
+from actshard.base.errors import ArgumentError
+from actshard.base.location import Location
+from actshard.base.work import make_folder, record_files, refuse_other, sync_folders, write_json
 from actshard.formats.row_scales import KINDS, WORDS, RowScaling
 from actshard.formats.target import (
     AllExamples,
@@ -40,8 +42,6 @@ from actshard.formats.zarr.member import ACTIVATIONS, Member
 from actshard.formats.zarr.packing import PACKS, PackedChunks, pack_of
 from actshard.formats.zarr.placing import KEY, Placed, place, place_key
 from actshard.formats.zarr.scales import SCALED, SCALES
-from actshard.location import Location
-from actshard.work import make_folder, record_files, refuse_other, sync_folders, write_json
 
 if TYPE_CHECKING:
     import pyarrow as pa

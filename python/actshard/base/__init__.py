@@ -1,0 +1,1 @@
+"""What every room uses: errors and their codes, arguments, locations, storages, untrusted files, and crash safety."""

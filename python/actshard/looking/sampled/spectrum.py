@@ -1,0 +1,208 @@
+"""The covariance of a sample of rows: eigenvalues, effective rank, principal directions.
+
+Rows are centred and divided by a power of two, so that squares of huge values do not overflow. Of n rows with d columns, the
+smaller one of the matrices X^T X (d, d) and X X^T (n, n) is decomposed: they have the same eigenvalues other than 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError
+from actshard.base.layers import Layer, plain
+from actshard.looking.sampled.rows import Places, RowsRead, blocks, count_of, exact, exponent, number, numbers, sample
+from actshard.streaming.readable import Readable
+from actshard.streaming.selection import Selection
+
+_PART = 4 << 20
+"""Values of the sample that are widened to float64 at a time."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Spectrum:
+    """The spectrum of a layer's covariance, from a sample of its rows; m is the smaller one of ``rows`` and ``d_model``.
+
+    Attributes:
+        layer: the layer's name.
+        rows: rows that were used: those of the sample without NaN and infinite values.
+        left_out: rows of the sample with a NaN or infinite value.
+        total: rows in the dataset that the sample was chosen from.
+        seed: the seed of the sample.
+        d_model: elements per row.
+        mean: ``(d_model,)`` float64: the mean row of the sample. NaN without rows.
+        eigenvalues: ``(m,)`` float64, descending: variances along the principal directions, divided by ``rows`` as those of
+            :class:`~actshard.Stats`. Those within the rounding error of 0 are 0.
+        explained: ``(m,)`` float64: each eigenvalue's share of their sum. NaN if no column varies.
+        directions: ``(k, d_model)`` float64: the first principal directions, of length 1, the largest element of each positive.
+            At most as many as were asked for, and as there are eigenvalues other than 0.
+    """
+
+    layer: Layer
+    rows: int
+    left_out: int
+    total: int
+    seed: int
+    d_model: int
+    mean: NDArray[np.float64]
+    eigenvalues: NDArray[np.float64]
+    explained: NDArray[np.float64]
+    directions: NDArray[np.float64]
+
+    @property
+    def effective_rank(self) -> float:
+        """exp of the entropy of :attr:`explained`: 1 if one direction has all variance, d if d directions have equal ones.
+
+        Roy and Vetterli, "The effective rank: a measure of effective dimensionality", EUSIPCO 2007, of the covariance matrix,
+        whose singular values are the eigenvalues. Authors who take the singular values of the centred rows instead, the square
+        roots, get larger numbers. NaN if no column varies.
+        """
+        p = self.explained[self.explained > 0]
+        return float(np.exp(-(p * np.log(p)).sum())) if p.size else float("nan")
+
+    @property
+    def participation_ratio(self) -> float:
+        """``sum(eigenvalues)**2 / sum(eigenvalues**2)``: at most :attr:`effective_rank`, and less sensitive to small ones.
+
+        Gao et al., "A theory of multineuronal dimensionality, dynamics and measurement", 2017. NaN if no column varies.
+        """
+        squares = float((self.explained**2).sum())
+        return 1 / squares if squares > 0 else float("nan")
+
+    def rank_for(self, share: float) -> int:
+        """The number of principal directions that explain a share of the variance, such as 0.9; 0 if no column varies.
+
+        Raises:
+            ArgumentError: the share is not between 0 and 1.
+        """
+        if isinstance(share, bool) or not isinstance(share, int | float | np.number) or not 0 < share <= 1:
+            raise ArgumentError(f"share: expected a number above 0, at most 1, found {share!r:.80}")
+        if not (self.explained > 0).any():
+            return 0
+        # Sums of shares may end a rounding error below 1.
+        reached = np.cumsum(self.explained) >= share * (1 - 1e-12)
+        return int(np.argmax(reached)) + 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values: numbers, and lists for arrays. NaN is None."""
+        arrays = {name: numbers(getattr(self, name)) for name in ("mean", "eigenvalues", "explained", "directions")}
+        return {
+            "layer": self.layer,
+            "rows": self.rows,
+            "left_out": self.left_out,
+            "total": self.total,
+            "seed": self.seed,
+            "d_model": self.d_model,
+            "effective_rank": number(self.effective_rank),
+            "participation_ratio": number(self.participation_ratio),
+            **arrays,
+        }
+
+    def __repr__(self) -> str:
+        first = f", the first direction explains {self.explained[0]:.1%}" if (self.explained > 0).any() else ""
+        bad = f", {self.left_out:,} not finite left out" if self.left_out else ""
+        return (
+            f"<actshard.Spectrum of layer {plain(self.layer):.80}, {self.rows:,} of "
+            f"{_arguments.many(self.total, 'row')}{bad}: effective rank "
+            f"{self.effective_rank:.4g} of {self.d_model}, participation ratio {self.participation_ratio:.4g}{first}>"
+        )
+
+
+def spectrum_of(
+    store: Readable,
+    layer: Layer,
+    rows: int,
+    directions: int,
+    seed: int,
+    selection: Selection,
+    progress: RowsRead | None,
+) -> Spectrum:
+    """See :meth:`~actshard.looking.sampled.verbs.SampledVerbs.spectrum`."""
+    _arguments.check_progress(progress)
+    name = store.layers[store.group_of(layer)]
+    count, most, seed = count_of(rows, "rows"), count_of(directions, "directions", 0), _arguments.whole(seed, "seed")
+    store.check_open()
+    places = sample(selection.resolve(store, [name]), count, seed)
+    finite_rows = _finite(store, name, places, progress)
+    mean, values, vectors, power = decomposed(finite_rows, most)
+    top = float(values.sum())
+    with np.errstate(over="ignore", under="ignore"):
+        variances = np.ldexp(values, 2 * power)
+    return Spectrum(
+        layer=name,
+        rows=len(finite_rows),
+        left_out=len(places) - len(finite_rows),
+        total=places.total,
+        seed=seed,
+        d_model=store.d_model,
+        mean=mean,
+        eigenvalues=variances,
+        explained=values / top if top > 0 else np.full(len(values), np.nan),
+        directions=vectors,
+    )
+
+
+def _finite(store: Readable, layer: Layer, places: Places, progress: RowsRead | None) -> NDArray[np.generic]:
+    """The rows of a sample without NaN and infinite values, ``(n, d_model)``, float32 or float64."""
+    finite_rows = np.empty((len(places), store.d_model), exact(store))
+    used = 0
+    for start, block in blocks(store, layer, places):
+        fine = block[np.isfinite(block).all(axis=1)]
+        finite_rows[used : used + len(fine)] = fine
+        used += len(fine)
+        if progress is not None:
+            progress(start + len(block), len(places))
+    return finite_rows[:used]
+
+
+def decomposed(
+    rows: NDArray[np.generic], most: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64], int]:
+    """Mean row, eigenvalues, directions and the power of two of finite rows ``(n, d)``.
+
+    Eigenvalues ``(min(n, d),)``, descending, are those of rows divided by two to this power.
+    """
+    n, d = rows.shape
+    if not n:
+        return np.full(d, np.nan), np.zeros(0), np.zeros((0, d)), 0
+    power = exponent(rows)
+    mean = np.zeros(d)
+    for part in _parts(n, d):
+        mean += np.ldexp(rows[part].astype(np.float64), -power).sum(axis=0)
+    mean /= n
+
+    def centred(part: slice) -> NDArray[np.float64]:
+        return np.asarray(np.ldexp(rows[part].astype(np.float64), -power) - mean)
+
+    if d <= n:
+        square = np.zeros((d, d))
+        for part in _parts(n, d):
+            x = centred(part)
+            square += x.T @ x
+    else:  # n rows are few: all of them are widened
+        wide = centred(slice(None))
+        square = wide @ wide.T
+    values, vectors = np.linalg.eigh(square / n)
+    values, vectors = values[::-1], vectors[:, ::-1]
+    # Below this, an eigenvalue is rounding; constant columns whose mean is rounded have deviations of this size too.
+    size = float(np.abs(mean).max(initial=0))
+    noise = np.finfo(np.float64).eps * max(n, d) * max(float(values[0]) if len(values) else 0.0, size * size * 1e-13)
+    values = np.where(values > noise, values, 0.0)
+    leading = vectors[:, : min(most, int(np.count_nonzero(values)))]
+    directions = leading.T if d <= n else leading.T @ wide
+    directions = directions / np.linalg.norm(directions, axis=1, keepdims=True)
+    largest = (
+        directions[np.arange(len(directions)), np.abs(directions).argmax(axis=1)]
+        if directions.size
+        else np.ones(len(directions))
+    )
+    return np.ldexp(mean, power), values, directions * np.sign(largest)[:, None], power
+
+
+def _parts(n: int, d: int) -> list[slice]:
+    step = max(1, _PART // max(1, d))
+    return [slice(start, start + step) for start in range(0, n, step)]

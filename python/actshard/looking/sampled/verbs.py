@@ -1,0 +1,151 @@
+"""Methods of :class:`~actshard.Store` that look at samples of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from actshard.base.layers import Layer
+from actshard.streaming.norms import Limit
+from actshard.streaming.readable import Readable
+from actshard.streaming.selection import Mask, Selection, Tokens
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from actshard.looking.sampled.rows import RowsRead
+    from actshard.looking.sampled.separability import Separability
+    from actshard.looking.sampled.similarity import Similarity
+    from actshard.looking.sampled.spectrum import Spectrum
+
+
+class SampledVerbs:
+    """The part of a store that looks at samples of its rows."""
+
+    def spectrum(
+        self: Readable,
+        layer: Layer,
+        *,
+        rows: int = 16_384,
+        directions: int = 8,
+        seed: int = 0,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
+        progress: RowsRead | None = None,
+    ) -> Spectrum:
+        """Computes the eigenvalues of a layer's covariance, its effective rank, and its principal directions.
+
+        From ``rows`` rows, one at a random place of each of ``rows`` equal ranges of the dataset: the choice depends only on the
+        number of rows in the dataset and on the seed. Memory: 4 bytes for each value of the sample (8 for float64;
+        8 more if there are fewer rows than columns), and about 40 times the square of the smaller one of ``rows`` and ``d_model``.
+        Time grows with its cube.
+
+        Args:
+            layer: a name from :attr:`Store.layers`.
+            rows: rows of the sample; all, if the dataset has fewer. An effective rank cannot exceed it.
+            directions: principal directions to return, at most.
+            seed: another seed gives another sample.
+            tokens: as in :meth:`stream`.
+            ignore_labels: as in :meth:`stream`.
+            keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
+            progress: called with (rows done, total rows) from time to time.
+
+        Raises:
+            As :meth:`stream`; ArgumentError if ``rows`` or ``directions`` is out of range.
+        """
+        from actshard.looking.sampled.spectrum import spectrum_of
+
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        return spectrum_of(self, layer, rows, directions, seed, selection, progress)
+
+    def similarity(
+        self: Readable,
+        layers: Layer | Sequence[Layer] | None = None,
+        *,
+        other: Readable | None = None,
+        other_layers: Layer | Sequence[Layer] | None = None,
+        rows: int = 4_096,
+        seed: int = 0,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
+        progress: RowsRead | None = None,
+    ) -> Similarity:
+        """Compares layers with each other on the same sample of rows: by linear CKA, and by cosines.
+
+        Memory: 512 rows of each layer, and 2 MiB a layer. Time grows with ``rows`` and the number of layers.
+
+        Args:
+            layers: names from :attr:`Store.layers`; None: all.
+            other: another store with the same examples and tokens, such as another model's: its layers are compared with those of
+                this store. ``d_model`` may differ: then there are no cosines.
+            other_layers: names of its layers; None: all.
+            rows: as in :meth:`spectrum`.
+            seed: as in :meth:`spectrum`.
+            tokens: as in :meth:`stream`.
+            ignore_labels: as in :meth:`stream`.
+            keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
+            progress: as in :meth:`spectrum`; counts the rows of all layers.
+
+        Raises:
+            As :meth:`stream`; NotStoredError if two layers have different numbers of tokens of an example.
+        """
+        from actshard.looking.sampled.similarity import similarity_of
+
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        return similarity_of(self, layers, other, other_layers, rows, seed, selection, progress)
+
+    def separability(
+        self: Readable,
+        label: str | ArrayLike,
+        layers: Layer | Sequence[Layer] | None = None,
+        *,
+        pool: Literal["last", "mean"] = "last",
+        examples: int = 2_048,
+        test: float = 0.25,
+        seed: int = 0,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
+        progress: RowsRead | None = None,
+    ) -> Separability:
+        """Measures how well a linear probe separates the classes of a label in each layer, on examples that it has not seen.
+
+        A ridge classifier, whose penalty generalized cross-validation on the training examples chooses: deterministic, and without
+        settings. A quick look that compares layers, not the best probe.
+
+        Args:
+            label: the name of a column with one value per example, or one value per example. Null and NaN are left out.
+                Or an array ``(num_examples, content tokens)`` with a label for each token, such as saev's
+                :attr:`Store.labels`: then the sample has tokens, and no example has tokens on both sides of the split.
+            layers: names from :attr:`Store.layers`; None: all.
+            pool: what stands for an example: the last of its selected rows, by default that of its last content token; or their
+                mean, which reads all of them. Not for labels of tokens.
+            examples: examples of the sample, or tokens for labels of tokens; all, if the dataset has fewer.
+            test: share of each class that is held out, between 0 and 1; for labels of tokens, share of the examples.
+            seed: another seed gives another sample and another split.
+            tokens: as in :meth:`stream`. Special tokens have no labels of tokens.
+            ignore_labels: as in :meth:`stream`.
+            keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
+            progress: called with (examples done, total examples) of all layers.
+
+        Raises:
+            As :meth:`stream`; NotStoredError if the dataset has no such column; ArgumentError if the values are no classes.
+        """
+        from actshard.looking.sampled.separability import separability_of
+
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        return separability_of(self, label, layers, pool, examples, test, seed, selection, progress)

@@ -1,0 +1,1 @@
+"""Datasets that exist: found, opened, joined, filtered, indexed as arrays, and checked."""

@@ -1,0 +1,285 @@
+"""The layers of a stream, and its ``center=``, ``scale=``, ``divide=`` and ``normalize=`` as numbers for the core.
+
+The core computes ``(row - center) * scale`` or ``(row - center) / divide`` while it copies, or scales rows to a norm. This module
+converts all other arguments to that form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from actshard.base import _arguments
+from actshard.base.errors import ArgumentError, ArgumentTypeError, NotStoredError
+from actshard.base.layers import Layer, is_one, one
+from actshard.looking.stats import Stats, is_deviation
+from actshard.streaming.readable import Readable
+from actshard.streaming.rows import SelectedRows
+from actshard.streaming.selection import Selection
+
+Center = ArrayLike | Literal["mean"] | None
+Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d", "mean-sqrt-d"] | None
+Divide = ArrayLike | Literal["std"] | None
+Normalize = Stats | Sequence[Stats] | Literal["stats"] | None
+
+
+def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) -> list[Layer]:
+    """The requested layers as a list of names."""
+    if _arguments.is_one_of(layer, ("all",)):
+        if not store.layers:
+            raise NotStoredError("the dataset contains no hidden states", path=store.path)
+        if "all" in store.layers:
+            raise ArgumentError(
+                'layer: a layer of this dataset is named "all". Use ["all"] for it, store.layers for all'
+            )
+        return list(store.layers)
+    if is_one(layer):
+        return [one(layer)]
+    if not np.iterable(layer) or isinstance(
+        layer, set | frozenset | dict | bytes
+    ):  # sets have another order in each process
+        raise ArgumentError(f'layer: expected a layer\'s name, a list of them or "all", found {layer!r}')
+    names = _arguments.listed(layer, "layer: expected names")
+    if not names:
+        raise ArgumentError("layer: expected at least one layer")
+    return [one(x) if is_one(x) else x for x in names]
+
+
+def rows_and_rescaling(
+    store: Readable,
+    layers: Sequence[Layer],
+    selection: Selection,
+    values: tuple[Center, Scale, Divide, Normalize],
+    options: dict[str, object],
+) -> tuple[SelectedRows, dict[str, object]]:
+    """Resolves a stream's selection, and its ``center``, ``scale``, ``divide`` and ``normalize`` to options of the core.
+
+    Errors that do not depend on rows come before rows are read for ``max_norm`` and statistics. Warns if no row is selected.
+    ``options``: the other options of the native stream.
+    """
+    _check(store, layers, *values)
+    store.native_stream((0, 0), options)
+    rows = selection.resolve(store, layers)
+    selection.warn_of_nothing(store, layers, rows)
+    return rows, rescaling(store, layers, *values, rows)
+
+
+def _check(
+    store: Readable, layers: Sequence[Layer], center: Center, scale: Scale, divide: Divide, normalize: Normalize
+) -> None:
+    """Raises the errors of :func:`rescaling` that do not depend on statistics, before these are computed."""
+    _check_names(center, divide, normalize)
+    if isinstance(normalize, str):
+        _refuse_beside_normalize(center, scale, divide)
+        return
+    center = 0.0 if isinstance(center, str) else center
+    scale = 1.0 if _arguments.is_one_of(scale, ("mean-sqrt-d",)) else scale
+    divide = 1.0 if isinstance(divide, str) else divide
+    rescaling(store, layers, center, scale, divide, normalize, None)
+
+
+def _refuse_beside_normalize(center: object, scale: object, divide: object) -> None:
+    for name, value in (("center", center), ("scale", scale), ("divide", divide)):
+        if value is not None:
+            raise ArgumentError(f"{name}: not supported with normalize=, which subtracts the mean and divides by std")
+
+
+def rescaling(
+    store: Readable,
+    layers: Sequence[Layer],
+    center: Center,
+    scale: Scale,
+    divide: Divide,
+    normalize: Normalize,
+    rows: SelectedRows | None,
+) -> dict[str, object]:
+    """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
+
+    ``rows``: the rows of the stream, of which an argument may name statistics, such as ``"mean"``; None: no argument does.
+
+    Raises:
+        ArgumentError: an argument is invalid, or two of them exclude each other.
+        Errors of :meth:`actshard.Store.stats`, if named statistics were not saved.
+    """
+    d_model, n = store.d_model, len(layers)
+    if is_deviation(center):
+        raise ArgumentError("center: expected an offset, found stats.std. Use center=stats.mean, divide=stats.std.")
+    center, scale, divide, normalize = _resolve_names(store, layers, center, scale, divide, normalize, rows)
+    if normalize is not None:
+        _refuse_beside_normalize(center, scale, divide)
+        layer_stats = _stats_of(normalize, layers)
+        _check_range(store, layer_stats)
+        for stats in layer_stats:
+            if len(stats.mean) != d_model:
+                raise ArgumentError(
+                    f"normalize: expected statistics of rows of {d_model}, found those of {len(stats.mean)}"
+                )
+        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
+        scale = np.stack([stats.inverse_std for stats in layer_stats])
+    elif divide is not None:
+        if scale is not None:
+            raise ArgumentError("divide: not supported with scale=, which multiplies; pass one of them")
+        divisors = vectors(divide, "divide", d_model, n)
+        assert divisors is not None
+        if not (np.isfinite(divisors) & (divisors != 0)).all():
+            raise ArgumentError(
+                "divide: expected finite numbers other than 0, found "
+                f"{divisors[~(np.isfinite(divisors) & (divisors != 0))][0]}. normalize=stats keeps columns without variance"
+            )
+        return {"center": vectors(center, "center", d_model, n), "scale": None, "norm": None, "divide": divisors}
+    norm = _norm_of(store, scale)
+    if is_deviation(scale):
+        raise ArgumentError(
+            "scale: expected a factor, found stats.std. Rows are multiplied by scale. "
+            "Use normalize=stats, divide=stats.std or scale=stats.inverse_std."
+        )
+    return {
+        "center": vectors(center, "center", d_model, n),
+        "scale": vectors(None if norm is not None else scale, "scale", d_model, n),
+        "norm": norm,
+        "divide": None,
+    }
+
+
+def _resolve_names(
+    store: Readable,
+    layers: Sequence[Layer],
+    center: Center,
+    scale: Scale,
+    divide: Divide,
+    normalize: Normalize,
+    rows: SelectedRows | None,
+) -> tuple[Center, Scale, Divide, Normalize]:
+    """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
+    _check_names(center, divide, normalize)
+    is_name = (
+        isinstance(center, str),
+        isinstance(scale, str) and scale == "mean-sqrt-d",
+        isinstance(divide, str),
+        isinstance(normalize, str),
+    )
+    if rows is None or not any(is_name):
+        return center, scale, divide, normalize
+    layer_stats = [store.known_stats(layer, rows) for layer in layers]
+    _check_range(store, layer_stats)
+    if is_name[0]:
+        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
+    if is_name[1]:
+        offsets = vectors(center, "center", store.d_model, len(layers))
+        scale = _to_mean_square(store, layer_stats, offsets)
+    if is_name[2]:
+        divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in layer_stats])
+    return center, scale, divide, layer_stats if is_name[3] else normalize
+
+
+def _check_range(store: Readable, layer_stats: Sequence[Stats]) -> None:
+    """Raises ArgumentError if sums over rows of huge float64 values overflowed: rows rescaled by them would be wrong."""
+    if any(np.isinf(values).any() for stats in layer_stats for values in (stats.mean, stats.variance)):
+        raise ArgumentError(
+            "the mean or the variance of a column is beyond float64; rescale by numbers", path=store.path
+        )
+
+
+def _check_names(center: Any, divide: Any, normalize: Any) -> None:
+    for name, value, accepted in (
+        ("center", center, "mean"),
+        ("divide", divide, "std"),
+        ("normalize", normalize, "stats"),
+    ):
+        if isinstance(value, str) and value != accepted:
+            hint = ' (scale="unit-norm" and "sqrt-d" exist)' if value in ("unit-norm", "sqrt-d") else ""
+            raise ArgumentError(f'{name}: expected numbers or "{accepted}", found {value!r}{hint}')
+
+
+def _to_mean_square(
+    store: Readable, layer_stats: Sequence[Stats], offsets: NDArray[np.float64] | None
+) -> NDArray[np.float64]:
+    """One factor per layer, so that its rows minus ``offsets`` have a mean squared norm of d_model; 1 if these are zero.
+
+    Source: Conerly et al., "Update on how we train SAEs", Transformer Circuits, April 2024.
+    """
+    centers = np.zeros((len(layer_stats), store.d_model)) if offsets is None else offsets.reshape(-1, store.d_model)
+    centers = np.broadcast_to(centers, (len(layer_stats), store.d_model))
+    factors = np.ones((len(layer_stats), store.d_model))
+    for number, stats in enumerate(layer_stats):
+        with np.errstate(over="ignore"):
+            square = float(np.nansum(stats.variance) + np.nansum((stats.mean - centers[number]) ** 2))
+        if np.isinf(square):
+            raise ArgumentError('scale: "mean-sqrt-d": the squares of these rows are beyond float64', path=store.path)
+        factors[number] = np.sqrt(store.d_model / square) if square > 0 else 1.0
+    return factors
+
+
+def settings_of(options: dict[str, Any]) -> dict[str, object]:
+    """The result of :func:`rescaling` as plain values for a stream's state."""
+    settings: dict[str, object] = {}
+    for name in ("center", "scale", "divide"):
+        if options[name] is not None:
+            settings[name] = hashlib.sha256(options[name].tobytes()).hexdigest()[:16]
+    if options["norm"] is not None:
+        settings["scale"] = options["norm"]
+    return settings
+
+
+def _stats_of(normalize: object, layers: Sequence[Layer]) -> list[Stats]:
+    """The statistics of each layer."""
+    layer_stats = [normalize] if isinstance(normalize, Stats) else normalize
+    if (
+        not isinstance(layer_stats, Sequence)
+        or isinstance(layer_stats, str)
+        or not all(isinstance(stats, Stats) for stats in layer_stats)
+    ):
+        raise ArgumentTypeError(
+            f"normalize: expected store.stats(layer), or a list of one per layer, found {type(normalize).__name__}"
+        )
+    if len(layer_stats) != len(layers):
+        raise ArgumentError(
+            f"normalize: expected statistics of {len(layers)} layers, in their order, found {len(layer_stats)}"
+        )
+    for stats, layer in zip(layer_stats, layers, strict=True):
+        if stats.layer is not None and stats.layer != layer:
+            raise ArgumentError(
+                f"normalize: expected statistics of layer {layer!r}, found those of layer {stats.layer!r}. To use them, pass "
+                "center=stats.mean, divide=stats.std"
+            )
+    return list(layer_stats)
+
+
+def _norm_of(store: Readable, scale: Scale) -> float | None:
+    """The L2 norm of scaled rows for ``scale="unit-norm"`` or ``"sqrt-d"``; None for numbers and arrays."""
+    if not isinstance(scale, str):
+        return None
+    if scale not in ("unit-norm", "sqrt-d"):
+        raise ArgumentError(
+            f'scale: expected a number, an array, "unit-norm", "sqrt-d" or "mean-sqrt-d", found {scale!r}'
+        )
+    return 1.0 if scale == "unit-norm" else store.d_model**0.5
+
+
+def vectors(value: object, what: str, d_model: int, layers: int) -> NDArray[np.float64] | None:
+    """A factor or offset per column, or per layer and column, as a flat float64 array."""
+    if value is None:
+        return None
+    if isinstance(value, Stats):
+        raise ArgumentTypeError(
+            f"{what}: expected numbers, found statistics. Use normalize=stats, or {what}=stats.mean etc."
+        )
+    try:
+        if hasattr(value, "detach"):
+            value = value.detach().cpu().double().numpy()
+        if np.asarray(value).dtype == np.bool_:
+            raise ArgumentTypeError(f"{what}: expected numbers, found {value!r:.50}")
+        array = _arguments.as_array(value, f"{what}: expected numbers").astype(np.float64)
+    except ArgumentError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ArgumentError(f"{what}: expected numbers, found {type(value).__name__}: {error!s:.80}") from error
+    if array.ndim == 0:
+        array = np.broadcast_to(array, (d_model,))
+    if array.shape not in ((d_model,), (layers, d_model)):
+        raise ArgumentError(f"{what}: expected ({d_model},) or ({layers}, {d_model}), found {array.shape}")
+    return np.ascontiguousarray(array).reshape(-1)

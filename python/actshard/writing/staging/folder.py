@@ -1,0 +1,258 @@
+"""The staged folder and its working folder: locking, checking whether a copy is complete, and replacing one by another."""
+
+from __future__ import annotations
+
+import contextlib
+import filecmp
+import itertools
+import os
+import posixpath
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+
+from actshard.base import _arguments
+from actshard.base.errors import ActshardError, ArgumentError, ExistsError, FormatError, LockedError, MissingFileError
+from actshard.base.layers import Layer, listing
+from actshard.base.location import Location
+from actshard.base.work import STAGED, Lock, make_folder, remove, sync_folders, sync_tree
+from actshard.reading.verifying import verify
+from actshard.writing.staging.listing import origin_of, within
+from actshard.writing.staging.marker import Listed, Marker, Staged, read_marker, state_of, write_marker
+
+
+def target_of(folder: object) -> Path:
+    """Checks the user's ``folder`` and returns its path. Environment variables are expanded."""
+    if isinstance(folder, str):
+        folder = os.path.expandvars(folder)
+        match = re.search(r"\$(?:\w+|\{[^}]*\})", folder)
+        if match:
+            raise ArgumentError(f"folder: expected an environment variable, found none named {match.group()}")
+    path = _arguments.local_path(folder, "folder")
+    if not path.name:
+        raise ArgumentError("folder: expected a folder below /, found /")
+    return Path(os.path.realpath(path.parent)) / path.name if not path.is_symlink() else path.resolve()
+
+
+@contextlib.contextmanager
+def turn(work: Path) -> Iterator[bool]:
+    """Holds the lock of a working folder; yields whether it had to wait. Removes the folder, unless it holds a part of a copy."""
+    lock, waited, pause = Lock(work), False, 0.02
+    while True:
+        try:
+            make_folder(work)
+            lock.take()
+            break
+        except LockedError:
+            waited = True
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.5)
+        except MissingFileError:  # a process that finished removed the folder in between
+            continue
+    try:
+        yield waited
+    finally:
+        _release(lock, work)
+
+
+def _release(lock: Lock, work: Path) -> None:
+    with contextlib.suppress(OSError):
+        if not (work / "new").exists():
+            remove(work / "plan.json")
+            remove(work / "parts")
+            if [entry.name for entry in work.iterdir()] == [lock.path.name]:
+                lock.path.unlink()
+    lock.release()
+    with contextlib.suppress(OSError):
+        work.rmdir()  # not if another process locks it again
+
+
+def leave(work: Path) -> None:
+    """Removes a working folder, unless it contains a part of a copy, or another process has locked it."""
+    lock = Lock(work)
+    with contextlib.suppress(ActshardError):
+        if work.is_dir():
+            lock.take()
+            _release(lock, work)
+
+
+def recover(target: Path, new_copy: Path, old_copy: Path) -> None:
+    """Finishes or undoes a replacement that was interrupted between its two renames; see :func:`put`."""
+    if old_copy.exists() and not target.exists():
+        (new_copy if (new_copy / STAGED).exists() else old_copy).replace(target)
+    _discard(old_copy, target)
+
+
+def _others(folder: Path) -> list[str]:
+    """Files and links in a copy that were not staged, relative to it."""
+    marker = read_marker(folder / STAGED)
+    staged = {STAGED, *(posixpath.join(marker.inside, name) for name in marker.files)} if marker else set()
+    paths = []
+    for parent, folders, names in os.walk(folder, onerror=_refuse):
+        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]  # noqa: PTH114, PTH118 -- walk gives texts
+        subpath = os.path.relpath(parent, folder)
+        paths += [os.path.normpath(os.path.join(subpath, name)) for name in (*names, *links)]  # noqa: PTH118 -- walk gives texts
+    return sorted(name for name in paths if name not in staged)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _discard(old_copy: Path, target: Path) -> None:
+    """Removes a replaced copy. Moves the user's files to the new copy; files that cannot be moved are kept next to it."""
+    if not os.path.lexists(old_copy):
+        return
+    user_files = _others(old_copy)
+    if (
+        user_files and read_marker(old_copy / STAGED) is not None
+    ):  # otherwise files of the old copy could be mistaken for the user's
+        for name in user_files:
+            destination = target / name
+            if not os.path.lexists(destination):
+                with contextlib.suppress(OSError):
+                    make_folder(destination.parent)
+                    (old_copy / name).rename(destination)
+        user_files = _others(old_copy)
+    if user_files:
+        number = next(n for n in itertools.count(1) if not os.path.lexists(_kept(target, n)))
+        old_copy.rename(_kept(target, number))
+        return
+    for path in old_copy.iterdir():
+        if path.name != STAGED:  # last: without it, what a kill leaves would be taken for the user's files
+            remove(path)
+    remove(old_copy)
+
+
+def _kept(target: Path, number: int) -> Path:
+    return target.with_name(f".{target.name}.actshard-kept-{number}")
+
+
+def complete(source: Location, target: Path, layers: tuple[Layer, ...] | None, files: Listed | None) -> Staged | None:
+    """Returns the copy in the folder if it is complete and equals ``files`` (None: not compared); else None."""
+    marker = read_marker(target / STAGED)
+    if marker is None or not is_same(marker, source, layers) or not marker.is_whole(target):
+        return None
+    if files is not None and (within(files, marker.below) != marker.listed or marker.changed(target)):
+        return None
+    return marker.result(target)
+
+
+def is_same(marker: Marker, source: Location, layers: tuple[Layer, ...] | None) -> bool:
+    """Whether a marker describes a copy of this source and these layers."""
+    origin = origin_of(source)
+    elsewhere = marker.origin is not None and origin is not None and marker.origin != origin
+    is_same_request = marker.source == str(source) and marker.layers == (None if layers is None else list(layers))
+    return is_same_request and not elsewhere
+
+
+def check_target(source: Location, target: Path, layers: tuple[Layer, ...] | None) -> None:
+    """Raises unless the folder is missing, empty, or an older copy."""
+    if not os.path.lexists(target):
+        return
+    if os.path.ismount(target):  # it cannot be renamed
+        raise ExistsError("is a mount point, which cannot be replaced. Choose a folder below it", path=target)
+    if _is_working_folder(target):
+        raise ExistsError(
+            "is the working folder of this process, or above it, and would be replaced. Choose a folder below the working folder",
+            path=target,
+        )
+    if not target.is_dir():
+        raise ExistsError("expected a folder, or nothing, found a file. Choose another folder", path=target)
+    marker = read_marker(target / STAGED)
+    if marker is None:
+        if any(target.iterdir()):
+            raise ExistsError("contains files that were not staged. Choose another folder", path=target)
+    elif not is_same(marker, source, layers):
+        what = "all layers" if marker.layers is None else f"layers {listing(marker.layers)}"
+        if marker.origin is not None and marker.origin != origin_of(source):
+            what += " (from another server)"
+        raise ExistsError(f"contains {what} of {marker.source}. Choose another folder", path=target)
+
+
+def _is_working_folder(target: Path) -> bool:
+    try:
+        return Path.cwd().is_relative_to(target.resolve())
+    except OSError:  # it was removed
+        return False
+
+
+def _check_others(new_copy: Path, target: Path) -> None:
+    """Raises ExistsError if the user's files in the folder cannot be moved to the new copy."""
+    user_files, marker = _others(target), read_marker(target / STAGED)
+    if user_files and marker is None:
+        raise ExistsError("contains files that were not staged. Choose another folder", path=target)
+    edited = (
+        []
+        if marker is None
+        else [name for name in marker.changed(target) if not _are_equal(marker, name, new_copy, target)]
+    )
+    if edited:
+        file_list = ", ".join(edited[:20]) + (f" and {len(edited) - 20} more" if len(edited) > 20 else "")
+        raise ExistsError(
+            f"contains files that were changed after they were staged: {file_list}. Move them away to have them staged again, or "
+            "choose another folder",
+            path=target,
+        )
+    conflicts = [name for name in user_files if any(_is_taken(new_copy, name, path) for path in (name, *_above(name)))]
+    if conflicts:
+        file_list = ", ".join(conflicts[:20]) + (f" and {len(conflicts) - 20} more" if len(conflicts) > 20 else "")
+        raise ExistsError(
+            f"contains your own files with names that the new copy needs: {file_list}. Move them, or choose another folder",
+            path=target,
+        )
+
+
+def _are_equal(marker: Marker, name: str, new_copy: Path, target: Path) -> bool:
+    near, far = target / marker.inside / name, new_copy / marker.inside / name
+    return near.is_file() and far.is_file() and filecmp.cmp(near, far, shallow=False)
+
+
+def _check_sound(copy: Path, source: str, target: Path) -> None:
+    """Raises FormatError if the new copy is damaged where the older one is not: that may be the last good one."""
+    errors = verify(copy, progress=None).errors
+    if not errors:
+        return
+    before = read_marker(target / STAGED)
+    older = target if before is None else target / before.inside
+    old_errors = {(error.code, os.path.relpath(error.path, older)) for error in verify(older, progress=None).errors}
+    errors = [error for error in errors if (error.code, os.path.relpath(error.path, copy)) not in old_errors]
+    if errors:
+        raise FormatError(
+            f"the source is damaged now, so the older copy is kept: {str(errors[0]).replace(os.fspath(copy), source)}. Stage again "
+            "when the source is mended, or to another folder",
+            path=target,
+        )
+
+
+def _is_taken(new_copy: Path, name: str, path: str) -> bool:
+    """Whether the new copy contains ``name``, or a file with the name of a folder that ``name`` needs."""
+    return (
+        os.path.lexists(new_copy / path)
+        if name == path
+        else os.path.lexists(new_copy / path) and not (new_copy / path).is_dir()
+    )
+
+
+def _above(name: str) -> list[str]:
+    return [str(parent) for parent in PurePosixPath(name).parents][:-1]
+
+
+def put(marker: Marker, files: dict[str, int], fetched: int, target: Path, new_copy: Path, old_copy: Path) -> Staged:
+    """Renames ``new_copy`` to the target. An older copy is first renamed to ``old_copy``, and then removed."""
+    times = {name: state_of(f"{new_copy}/{marker.inside}/{name}")[1] or 0 for name in files}
+    new_marker = replace(marker, files=files, times=times)
+    if not new_marker.is_whole(new_copy):
+        raise FormatError("expected a complete copy, found files that are missing. Stage again", path=target)
+    write_marker(new_copy / STAGED, new_marker)
+    sync_tree(new_copy)
+    if target.exists():
+        _check_others(new_copy, target)
+        _check_sound(new_copy / marker.inside, marker.source, target)
+        target.replace(old_copy)
+    new_copy.replace(target)
+    _discard(old_copy, target)
+    sync_folders([target.parent])
+    return new_marker.result(target, fetched)
