@@ -175,6 +175,8 @@ class Contents:
     router: Callable[[], Router | None] = lambda: None
     whole: Contents | None = None
     """The whole dataset, if these contents are a selection of its examples."""
+    unextended: Contents | None = None
+    """The contents without the columns that were added to the dataset later; None: none were."""
     layout: str | os.PathLike[str] | Mapping[str, object] | None = None
     """The ``layout=`` argument. It decides which values the files contain. Set when the dataset is opened."""
     chosen: Chosen | None = None

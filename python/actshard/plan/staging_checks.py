@@ -13,7 +13,7 @@ from actshard.base.errors import ActshardError, FormatError
 from actshard.base.layers import Layer, several
 from actshard.base.location import Location, is_url
 from actshard.base.request import RECORD
-from actshard.base.work import FOLDER, staging_folder
+from actshard.base.work import COLUMNS, FOLDER, staging_folder
 from actshard.plan.checking import FilesTask, check_spans
 from actshard.plan.data import Planned
 from actshard.writing.staging.folder import complete
@@ -29,7 +29,9 @@ def _is_source(text: str) -> bool:
 
 def _is_name(text: str) -> bool:
     """Whether a text is a relative path below a folder, and not a path that staging itself creates."""
-    return is_file_name(text) and all(part == RECORD or not part.startswith(FOLDER) for part in text.split("/"))
+    return is_file_name(text) and all(
+        part in (RECORD, COLUMNS) or not part.startswith(FOLDER) for part in text.split("/")
+    )
 
 
 def _are_layers(layers: tuple[Layer, ...]) -> bool:

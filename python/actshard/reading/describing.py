@@ -19,6 +19,7 @@ from actshard.formats.target import OTHER_TEXT
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from actshard._native import Rows
     from actshard.base.layers import Layer
     from actshard.formats.contents import Contents
     from actshard.streaming.readable import Readable
@@ -37,7 +38,15 @@ def identity_of(store: Readable) -> str:
     if chosen is not None and chosen.numbers != range(dataset.num_examples):
         digest.update(chosen.digest())
     digest.update("".join(part.identity for part in dataset.parts).encode())
-    _add_rows(digest, store, [0])
+    _add_rows(digest, dataset, _rows_of(store), store.num_examples, [0])
+    return digest.hexdigest()[:16]
+
+
+def digest_of(contents: Contents) -> str:
+    """:attr:`Store.identity` of a dataset that is neither filtered nor joined."""
+    shape = [contents.format, list(contents.layers), contents.d_model, contents.dtype.name, contents.num_examples]
+    digest = hashlib.sha256(json.dumps(shape).encode())
+    _add_rows(digest, contents, contents.rows, contents.num_examples, [0])
     return digest.hexdigest()[:16]
 
 
@@ -50,26 +59,34 @@ def sample_of(store: Readable, layers: Sequence[Layer]) -> str:
         for file in dataset.files()[:_FILES]:
             stat = Location.at(file).found()
             digest.update(f"{None if stat is None else stat.size} ".encode())
-    _add_rows(digest, store, list(map(store.group_of, layers)))
+    _add_rows(digest, dataset, _rows_of(store), store.num_examples, list(map(store.group_of, layers)))
     return digest.hexdigest()[:16]
 
 
-def _add_rows(digest: hashlib._Hash, store: Readable, groups: Sequence[int]) -> None:
-    """Adds the last tokens of a few examples in these layers."""
-    n, dataset = store.num_examples, store.contents.whole or store.contents
+def _rows_of(store: Readable) -> Rows | None:
+    with contextlib.suppress(NotStoredError):
+        return store.rows
+    return None
+
+
+def _add_rows(digest: hashlib._Hash, dataset: Contents, rows: Rows | None, n: int, groups: Sequence[int]) -> None:
+    """Adds the last tokens of a few of the ``n`` examples of ``rows`` in these layers."""
     # For shards that are decoded as a whole, only the first example: opening has decoded its shard. Last tokens, because
     # the first tokens of texts may be equal in all datasets of a model.
     few = range(min(n, 1)) if dataset.units is not None else range(0, n, -(-n // _SAMPLES) or 1)
     every, examples = np.repeat(np.array(groups, np.int64), len(few)), np.tile(np.array(few, np.int64), len(groups))
+    if rows is None:
+        digest.update(b"unreadable" * len(examples))
+        return
     try:
         # One call for all rows, so that a remote store needs one round trip.
-        digest.update(store.rows.gather(every, examples, None, None, None).tobytes())
+        digest.update(rows.gather(every, examples, None, None, None).tobytes())
     except ClosedError:
         raise
     except ActshardError:
         for group, example in zip(every.tolist(), examples.tolist(), strict=True):
             try:
-                digest.update(store.rows.gather(group, example, None, None, None).tobytes())
+                digest.update(rows.gather(group, example, None, None, None).tobytes())
             except ClosedError:
                 raise
             except ActshardError:

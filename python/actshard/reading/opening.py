@@ -28,6 +28,7 @@ from actshard.base.storage import Remote
 from actshard.formats.contents import Options
 from actshard.formats.foreign import tell
 from actshard.formats.format import Format, names_layers
+from actshard.reading.extending import with_added_columns
 from actshard.reading.finding import Place, all_existing, detect, existing_anywhere, find_any, find_in, of_tokens
 from actshard.reading.store import Store
 
@@ -271,6 +272,7 @@ def _opened(
             contents = chosen.open(root.place, options)
         else:
             contents = chosen.open_several(root.place, [folder.place for folder in together], options)
+        contents = with_added_columns(contents, root)
     except ActshardError as error:
         error.path = error.path or root.place  # some errors of the core name no file
         tell(error)

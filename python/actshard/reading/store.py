@@ -35,6 +35,7 @@ from actshard.looking.stats import Stats
 from actshard.reading.absent import Closed, Without
 from actshard.reading.arrays import LayerArray
 from actshard.reading.describing import columns_of, identity_of, info_of, sample_of
+from actshard.reading.extending import ColumnVerbs
 from actshard.streaming.content import content_range, tokens_anywhere
 from actshard.streaming.norms import Limit
 from actshard.streaming.rows import NativeSelection, SelectedRows
@@ -57,7 +58,7 @@ _DOORS = frozenset(
 """Internal names for other modules of this package; ``dir()`` omits them."""
 
 
-class Store(StreamVerbs, SampledVerbs):
+class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
     """A dataset of activations: rows of ``d_model`` elements, addressed by (example, layer, token).
 
     :func:`actshard.open` creates it. Thread-safe, usable after ``fork``, and pickled as its path and options. Reads release the

@@ -568,6 +568,12 @@ def _check_alike(sources: Sequence[Path], request: MergeRequest) -> tuple[str, R
         )
     for i, path in enumerate(sources):
         store = open_quietly(path, None, "auto")
+        if store.contents.unextended is not None:
+            raise UnsupportedError(
+                "has columns that were added to it later (store.extend_columns), which a merge would not keep. Convert the parts "
+                "instead: actshard.convert(actshard.concat([...]), ...)",
+                path=path,
+            )
         if request.parts is not None:
             fingerprints.append(fingerprint(store, most))
         counts.append(len(store))

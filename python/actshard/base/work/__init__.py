@@ -10,6 +10,7 @@ Used by writers of datasets, merges and builds of token caches, and by all verbs
     <dataset>/.actshard/merging.json             a merge: its arguments and progress
     <dataset>/.actshard/plan-XXXXXXXX/           tasks of a plan that is not committed (actshard.plan.book)
     <dataset>/.actshard-record.json              a finished dataset: the request it was made by (actshard.base.request)
+    <dataset>/.actshard-columns.arrow            columns that were added to a finished dataset (actshard.reading.extending)
     <dataset>/.parts/                            parts that are not merged yet
     .<dataset>.actshard-stage/plan-XXXXXXXX/     tasks of a plan that stages to this folder (actshard.plan.staging)
     <cache>/.actshard-build/                     an unfinished token cache (actshard.tokens.placing)
@@ -48,6 +49,8 @@ from actshard.base.work.lock import Lock, locked
 from actshard.base.work.marks import MESSAGES, Mark, Marks, look, tidy
 from actshard.base.work.names import (
     BUILDING,
+    COLUMNS,
+    COLUMNS_LOCK,
     DUMPS_PLAN_FOLDER,
     EMPTY,
     FOLDER,
@@ -65,6 +68,8 @@ from actshard.base.work.names import (
 
 __all__ = [
     "BUILDING",
+    "COLUMNS",
+    "COLUMNS_LOCK",
     "DUMPS_PLAN_FOLDER",
     "EMPTY",
     "FOLDER",

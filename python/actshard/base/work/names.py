@@ -26,6 +26,10 @@ BUILDING = ".actshard-build"
 """The working folder of an unfinished token cache."""
 STAGED = ".actshard-staged.json"
 """File in a staged copy that records its source."""
+COLUMNS = ".actshard-columns.arrow"
+"""File in a finished dataset with columns that were added later (:mod:`actshard.reading.extending`)."""
+COLUMNS_LOCK = ".actshard-columns.lock"
+"""Working folder while columns are added."""
 
 
 def staging_folder(target: Path) -> Path:

@@ -221,8 +221,11 @@ def _check(
     report.count("examples", store.num_examples)
     with report.noting(root), warnings.catch_warnings():
         warnings.simplefilter("ignore", ActshardWarning)  # the format's check reports lines that are missing
+        contents = store.contents.whole or store.contents
+        if contents.unextended is not None:  # which no format checks
+            contents.columns(contents.column_names[-1:])
         if report.deep or not dataset_format.checks_columns:
-            _read_columns(store.contents.whole or store.contents, all_rows=report.deep)
+            _read_columns(contents, all_rows=report.deep)
     if report.deep and store.layers:
         from actshard.reading.verifying.deep import check_values
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from actshard.base._json import parse_json
 from actshard.base.errors import ActshardError, ArgumentError, boundary
 from actshard.base.request import RECORD
-from actshard.base.work import BUILDING, FOLDER, PARTS, PUSHING
+from actshard.base.work import BUILDING, COLUMNS, FOLDER, PARTS, PUSHING
 
-_OF_DATASETS = frozenset({".zarray", ".zattrs", ".zgroup", ".zmetadata", ".success", ".gitattributes", RECORD})
-"""Hidden files of formats, the record of a dataset's request, and the hub's list of large files."""
+_OF_DATASETS = frozenset({".zarray", ".zattrs", ".zgroup", ".zmetadata", ".success", ".gitattributes", RECORD, COLUMNS})
+"""Hidden files of formats, the record of a dataset's request, columns that came later, and the hub's list of large files."""
 _OF_WRITERS = frozenset({FOLDER, PARTS, BUILDING, PUSHING})
 _MOST_METADATA = 64 << 20
 

@@ -6,6 +6,7 @@ from actshard.base.errors import ActshardError, FormatError, MissingFileError, N
 from actshard.base.location import Location
 from actshard.base.request import RECORD
 from actshard.base.storage import Remote
+from actshard.base.work import COLUMNS
 from actshard.writing.staging.marker import Listed
 
 _DEEPEST = 32
@@ -29,7 +30,8 @@ def _walk(folder: Location, prefix: str, files: Listed, depth: int) -> None:
     if depth > _DEEPEST:
         raise FormatError(f"expected at most {_DEEPEST} levels of folders", path=folder)
     for entry in folder.entries():
-        if entry.name.startswith(".actshard") and entry.name != RECORD:  # working files of writers; markers of copies
+        # Others with such names are working files of writers, and markers of copies.
+        if entry.name.startswith(".actshard") and entry.name not in (RECORD, COLUMNS):
             continue
         child, name = folder / entry.name, f"{prefix}{entry.name}"
         if entry.kind == "folder":

@@ -1,0 +1,279 @@
+"""Columns that come later: ``store.extend_columns``, and reading them with the dataset's own.
+
+They are in one Arrow file in the dataset's folder (:data:`actshard.base.work.COLUMNS`), which is hidden from the readers of the
+format. Its metadata contain a digest of the dataset, so that values are never read with the examples of another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from actshard.base import _arguments
+from actshard.base._arguments import many
+from actshard.base.errors import (
+    ArgumentError,
+    ExistsError,
+    FormatError,
+    UnsupportedError,
+    from_reader,
+)
+from actshard.base.location import Location
+from actshard.base.work import COLUMNS, COLUMNS_LOCK, LOCK, locked, whole_file
+from actshard.formats.tables import picked, rows_only
+from actshard.reading.describing import digest_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+
+    from actshard.formats.contents import Contents
+
+_DIGEST = b"actshard:dataset-1"
+"""Key of the digest in the metadata of the file's schema, with the version of :func:`digest_of`."""
+
+
+def with_added_columns(contents: Contents, root: Location) -> Contents:
+    """The contents with the columns that were added to the dataset at ``root``, if there are any. Reads their names only."""
+    file = root / COLUMNS
+    if contents.parts or not root.lists or root.kind() != "folder" or file.kind() != "file":
+        return contents
+    with _opened(file) as reader:
+        names = tuple(name for name in reader.schema.names if name not in contents.column_names)
+    table = _ExtendedTable(contents, file, names)
+    return replace(
+        contents,
+        column_names=(*contents.column_names, *names),
+        unextended=contents,
+        columns=table.columns,
+        unit_columns=None if contents.unit_columns is None else table.of_unit,
+        head_columns=None if contents.head_columns is None else table.head,
+        column_batches=None if contents.column_batches is None else table.batches,
+        example_columns=None if contents.example_columns is None else table.of_examples,
+        columns_in=lambda: (*contents.columns_in(), file.place),
+    )
+
+
+@dataclass(frozen=True)
+class _ExtendedTable:
+    """The columns of a dataset and those that were added to it.
+
+    Attributes:
+        contents: the dataset without them.
+        file: the file of the added columns.
+        names: their names.
+    """
+
+    contents: Contents
+    file: Location
+    names: tuple[str, ...]
+
+    @cached_property
+    def added(self) -> pa.Table:
+        """The added columns of all examples.
+
+        Raises:
+            FormatError: they were added to another dataset.
+        """
+        table, count = _read(self.file), self.contents.num_examples
+        if _digest_in(table) != digest_of(self.contents) or table.num_rows != count:
+            raise FormatError(
+                f"expected columns of the {many(count, 'example')} of this dataset, found those of "
+                f"{many(table.num_rows, 'example')} of another one: the dataset was replaced after the columns were added. Move "
+                "this file away to read the dataset without them",
+                path=self.file,
+            )
+        return table.replace_schema_metadata(None)
+
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        """:attr:`Contents.columns` of both."""
+        own_names = self._own(names)
+        return self._merge(names, self.contents.columns(own_names) if own_names else None, lambda _: self.added)
+
+    def of_unit(self, unit: int) -> pa.Table:
+        """:attr:`Contents.unit_columns` of both."""
+        assert self.contents.unit_columns is not None, "used only if the format has it"
+        assert self.contents.units is not None, "likewise"
+        own, first = self.contents.unit_columns(unit), self.contents.units[unit]
+        return self._merge((*own.column_names, *self.names), own, lambda n: self.added.slice(first, n))
+
+    def head(self, names: Sequence[str], n: int) -> pa.Table:
+        """:attr:`Contents.head_columns` of both."""
+        assert self.contents.head_columns is not None, "used only if the format has it"
+        own_names = self._own(names)
+        own = self.contents.head_columns(own_names, n) if own_names else None
+        return self._merge(names, own, lambda count: self.added.slice(0, n if count is None else count))
+
+    def batches(self, names: Sequence[str]) -> Iterator[pa.Table]:
+        """:attr:`Contents.column_batches` of both."""
+        assert self.contents.column_batches is not None, "used only if the format has it"
+        own_names, first = self._own(names), 0
+        if not own_names:
+            yield self.columns(names)
+            return
+        for own in self.contents.column_batches(own_names):
+            yield self._merge(names, own, partial(self.added.slice, first) if len(own_names) < len(names) else None)
+            first += own.num_rows
+
+    def of_examples(self, names: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
+        """:attr:`Contents.example_columns` of both."""
+        assert self.contents.example_columns is not None, "used only if the format has it"
+        own_names = self._own(names)
+        own = self.contents.example_columns(own_names, numbers) if own_names else None
+        return self._merge(names, own, lambda _: picked(self.added, numbers))
+
+    def _own(self, names: Sequence[str]) -> list[str]:
+        return [name for name in names if name not in self.names]
+
+    def _merge(
+        self, names: Sequence[str], own: pa.Table | None, added: Callable[[int | None], pa.Table] | None
+    ) -> pa.Table:
+        """Columns in the requested order. ``added`` returns the added ones, of as many rows as the own ones have."""
+        import pyarrow as pa
+
+        if own is not None and all(name not in self.names for name in names):
+            return own
+        assert added is not None, "left out only if none is requested"
+        added_table = added(None if own is None else own.num_rows)
+        tables = [added_table if name in self.names or own is None else own for name in names]
+        fields = [table.schema.field(name) for name, table in zip(names, tables, strict=True)]
+        values = [table[name] for name, table in zip(names, tables, strict=True)]
+        return pa.Table.from_arrays(values, schema=pa.schema(fields)) if fields else rows_only(added_table.num_rows)
+
+
+def extend(contents: Contents, columns: Mapping[str, object] | pa.Table, *, replaces: bool) -> None:
+    """Adds columns to the dataset of these contents; see :meth:`actshard.Store.extend_columns`."""
+    from actshard.writing.columns import plain
+    from actshard.writing.given import table_of
+
+    root = Location.at(contents.path)
+    if contents.whole is not None or contents.parts:
+        kind = "joined" if contents.parts else "filtered"
+        raise UnsupportedError(
+            f"extend_columns: expected the store of a dataset, found a {kind} one. Open the dataset itself, and pass a value for "
+            "each of its examples (None where there is none)",
+            path=root,
+        )
+    if not root.is_local:
+        raise UnsupportedError(
+            "extend_columns: expected a dataset on this machine. Stage it (actshard.stage), add the columns, and push it",
+            path=root,
+        )
+    if root.kind() != "folder":
+        raise UnsupportedError(
+            "extend_columns: expected a folder, in which the columns can be stored, found a file. Convert the dataset to another "
+            "format with columns=, or move the file to a folder of its own and open the folder",
+            path=root,
+        )
+    table = table_of(columns, None, None, None, contents.num_examples)
+    if table is None:
+        raise ArgumentError("extend_columns: expected at least one column, found none")
+    table = plain(table)
+    for name in table.column_names:
+        if name in (contents.unextended or contents).column_names:
+            raise ExistsError(f"extend_columns: the dataset has a column {name!r}. Choose another name", path=root)
+    file = root.local / COLUMNS
+    lock = locked(root.local / COLUMNS_LOCK)
+    try:
+        digest = digest_of(contents)
+        earlier = _read(Location.at(file)) if file.exists() else None
+        if earlier is not None:
+            if _digest_in(earlier) != digest:
+                raise ExistsError(
+                    "contains columns of another dataset, which was replaced after they were added. Move this file away",
+                    path=file,
+                )
+            twice = [name for name in table.column_names if name in earlier.column_names]
+            if twice and not replaces:
+                raise ExistsError(
+                    f"extend_columns: the dataset has a column {twice[0]!r}, which was added before. replace=True replaces it",
+                    path=root,
+                )
+            table = _together(earlier, table)
+        _write(file, table.replace_schema_metadata({_DIGEST: digest}))
+    finally:
+        (lock.path.parent / LOCK).unlink(missing_ok=True)
+        lock.release()
+        with contextlib.suppress(OSError):  # another call waits for the lock
+            lock.path.parent.rmdir()
+
+
+def _together(earlier: pa.Table, later: pa.Table) -> pa.Table:
+    """The columns of both, in order; the later ones replace those with equal names."""
+    import pyarrow as pa
+
+    columns = {
+        field.name: (field, column)
+        for table in (earlier, later)
+        for field, column in zip(table.schema, table.columns, strict=True)
+    }
+    fields, values = zip(*columns.values(), strict=True)
+    return pa.Table.from_arrays(list(values), schema=pa.schema(list(fields)))
+
+
+def _digest_in(table: pa.Table) -> str:
+    """The digest of the dataset for which a file was written."""
+    return str((table.schema.metadata or {}).get(_DIGEST, b"").decode(errors="replace"))
+
+
+def _write(file: Path, table: pa.Table) -> None:
+    import pyarrow as pa
+
+    with whole_file(file) as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+def _read(file: Location) -> pa.Table:
+    with _opened(file) as reader:
+        table = reader.read_all()
+        table.validate(full=True)  # lengths and offsets of values; pyarrow reads them unchecked
+        return table
+
+
+@contextlib.contextmanager
+def _opened(file: Location) -> Iterator[pa.RecordBatchFileReader]:
+    """Opens the file of added columns; errors of pyarrow become those of a damaged file."""
+    import pyarrow as pa
+
+    try:
+        with file.arrow() as source:
+            yield pa.ipc.open_file(source)
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise from_reader(error, file, "read", f"expected columns that were added to the dataset: {error}") from error
+
+
+class ColumnVerbs:
+    """The part of a store that adds columns to its dataset."""
+
+    _contents: Contents
+    _table: pa.Table | None
+
+    def extend_columns(self, columns: Mapping[str, object] | pa.Table, *, replace: bool = False) -> None:
+        """Adds columns to the dataset, such as labels that come later: ``store.extend_columns({"judge": labels})``.
+
+        They are read with the dataset's own columns, by this store and by all that open the dataset later; other programs that read
+        the format do not see them. They are copied by :func:`actshard.stage` and :func:`actshard.push`, and become columns of the
+        result in :func:`actshard.convert`. Rows and the format's files are not changed. All columns of a call are added, or none.
+
+        Args:
+            columns: names, and a value per example of the whole dataset: lists, numpy arrays, Arrow, pandas or polars columns, as
+                in :meth:`Writer.append`. None where an example has no value.
+            replace: whether columns that were added before may be replaced. Columns of the format cannot.
+
+        Raises:
+            ArgumentError: no columns, another number of values, or values without a common type.
+            ExistsError: the dataset has a column of that name.
+            UnsupportedError: the store is filtered, joined or remote, or the dataset is a single file.
+            LockedError: another process is adding columns.
+        """
+        extend(self._contents, columns, replaces=_arguments.switch(replace, "replace"))
+        contents = self._contents.unextended or self._contents
+        self._contents = with_added_columns(contents, Location.at(contents.path))
+        self._table = None
