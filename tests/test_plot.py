@@ -330,6 +330,69 @@ def test_plots_of_samples_have_the_numbers_of_the_store(store: actshard.Store, t
         plot.separability(store, of=[1] * 30)
 
 
+def test_pca_draws_coordinates_along_the_principal_directions(store: actshard.Store) -> None:
+    """Against numpy: the eigenvectors of the covariance of the last tokens, whose signs are free."""
+    layer = store.layers[1]
+    rows = store.last_tokens(layer).astype(np.float64)
+    vectors = np.linalg.eigh(np.cov(rows.T))[1][:, ::-1][:, :2]
+    wanted = (rows - rows.mean(axis=0)) @ vectors
+    points = plot.pca(store, layer, table=True).to_pydict()
+    assert points["example"] == list(range(30))
+    assert points["token"] == [4] * 30
+    assert points["color"] == store.table["label"].to_pylist()
+    for name, column in zip("xy", wanted.T, strict=True):
+        assert np.allclose(np.abs(points[name]), np.abs(column), atol=1e-6)
+    spectrum = store.spectrum(layer, tokens="last", directions=2)
+    again = spectrum.project(store.layer(layer)[:, -1])
+    assert np.array_equal(again, np.stack([points["x"], points["y"]], axis=1))
+    assert spectrum.project(np.zeros((2, 3, 16))).shape == (2, 3, 2)
+    assert np.isnan(spectrum.project([[float("inf")] + [0] * 15])).all()
+    with pytest.raises(actshard.ArgumentError, match=r"expected \(\.\.\., 16\) numbers, found \(2, 15\)"):
+        spectrum.project(np.zeros((2, 15)))
+
+
+def test_pca_colours_classes_scales_and_missing_values(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).normal(size=(40, 1, 1, 4)).astype(np.float32)
+    columns = {
+        "few": [None if i == 7 else i % 3 for i in range(40)],
+        "many": [None if i == 7 else i / 7 for i in range(40)],
+        "texts": [f"text {i}" for i in range(40)],
+        "none": [None] * 40,
+    }
+    with actshard.create(tmp_path / "run", "zarr", layers=[0], d_model=4) as writer:
+        writer.append(rows, columns=columns)
+    legends = {}
+    for name in columns:
+        ax = plot.pca(tmp_path / "run", color=name)
+        legends[name] = None if ax.get_legend() is None else [text.get_text() for text in ax.get_legend().get_texts()]
+        assert sum(len(points.get_offsets()) for points in ax.collections) == 40
+    assert legends["few"] == ["no value", "0", "1", "2"]
+    assert legends["many"] is None
+    assert legends["texts"] is not None
+    assert legends["texts"][0] == "other values"
+    assert len(legends["texts"]) == 6
+    assert legends["none"] == ["no value"]
+    with pytest.raises(actshard.NotStoredError, match="labl"):
+        plot.pca(tmp_path / "run", color="labl")
+
+
+def test_pca_of_rows_that_do_not_vary_is_refused(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "run", "zarr", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((5, 1, 1, 4), np.float32))
+    with refuses(actshard.ArgumentError, tmp_path / "run", "expected rows that vary in two directions"):
+        plot.pca(tmp_path / "run")
+
+
+def test_the_command_colours_pca_by_a_column(store: actshard.Store, tmp_path: Path) -> None:
+    out = str(tmp_path / "pca.svg")
+    done = CliRunner().invoke(app, ["plot", str(store.path), "pca", "-o", out, "--color", "label", "--quiet"])
+    assert done.exit_code == 0, done.output
+    assert Path(out).exists()
+    done = CliRunner().invoke(app, ["plot", str(store.path), "norms", "-o", out, "--color", "label"])
+    assert done.exit_code != 0
+    assert "--color: expected the plot pca" in str(done.exception)
+
+
 def test_the_command_draws_separability_of_a_named_column(store: actshard.Store, tmp_path: Path) -> None:
     run = CliRunner().invoke
     out = str(tmp_path / "x.svg")

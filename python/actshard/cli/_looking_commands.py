@@ -88,10 +88,16 @@ def plot_command(
         str, typer.Option("--out", "-o", metavar="FILE", help="The file to write: .svg or .png.", show_default=False)
     ],
     layer: PlotLayers = "",
-    tokens: StatsTokens = "content",
+    tokens: Annotated[
+        str,
+        typer.Option(help="Tokens: content, all, last or special. Default: content; for pca last.", show_default=False),
+    ] = "",
     label: Annotated[
         str,
         typer.Option(help="For separability: the column with the classes. Default: label, labels, class or target."),
+    ] = "",
+    color: Annotated[
+        str, typer.Option(help="For pca: the column that colours the points. Default: label, labels, class or target.")
     ] = "",
     format: FormatOption = None,
     storage_option: LongStorageOption = None,
@@ -104,5 +110,5 @@ def plot_command(
     from actshard.cli._places import place
 
     location = place(path, storage_option, cache)
-    options = {"tokens": tokens, "format": format, "layout": layout, "of": label or None}
+    options = {"tokens": tokens, "format": format, "layout": layout, "of": label or None, "color": color or None}
     typer.echo(str(verb.run(location, what, out, layer, quiet=quiet, **options)))

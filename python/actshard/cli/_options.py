@@ -200,6 +200,7 @@ PLOTS = (
     "spectrum",
     "similarity",
     "separability",
+    "pca",
     "shuffle",
     "lengths",
     "frequency",

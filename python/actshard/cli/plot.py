@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-_ONE_LAYER = ("dimensions", "shuffle")
+_ONE_LAYER = ("dimensions", "pca", "shuffle")
 _FEW_LAYERS = ("histogram", "positions", "spectrum")
 
 
@@ -40,13 +40,17 @@ def run(
     format: str | None,
     layout: str | None,
     of: str | None = None,
+    color: str | None = None,
 ) -> Path:
     """Draws a plot and shows progress."""
     library()
+    tokens = tokens or ("last" if what == "pca" else "content")
     file = _arguments.local_path(out, "--out")
     if what not in PLOTS:
         raise ArgumentError(f"expected one of the plots {', '.join(PLOTS)}, found {what!r:.80}")
     check_name(file, FORMATS, "--out")
+    if color is not None and what != "pca":
+        raise ArgumentError(f"--color: expected the plot pca, found {what}")
     if of is not None and what != "separability":
         raise ArgumentError(f"--label: expected the plot separability, found {what}")
     if what == "separability" and tokens != "content":
@@ -72,7 +76,8 @@ def run(
             if what in _ONE_LAYER:
                 if names is not None and len(names) != 1:
                     raise ArgumentError(f"--layer: expected one layer for {what}, found {layer!r:.200}")
-                ax = draw(store, names[0] if names else None, tokens=tokens)
+                options = {"color": color} if what == "pca" else {}
+                ax = draw(store, names[0] if names else None, tokens=tokens, **options)
             else:
                 if what in _FEW_LAYERS and names is None:
                     names = spread(store.layers)

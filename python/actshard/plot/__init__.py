@@ -13,6 +13,7 @@ from __future__ import annotations
 from actshard.plot.activations import dimensions, gamma, ranges, shuffle
 from actshard.plot.caches import frequency, lengths, packing
 from actshard.plot.norms import histogram, norms, positions
+from actshard.plot.projected import pca
 from actshard.plot.sampled import separability, similarity, spectrum
 from actshard.plot.style import save, style
 
@@ -24,6 +25,7 @@ __all__ = [
     "lengths",
     "norms",
     "packing",
+    "pca",
     "positions",
     "ranges",
     "save",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError
@@ -86,6 +86,29 @@ class Spectrum:
         # Sums of shares may end a rounding error below 1.
         reached = np.cumsum(self.explained) >= share * (1 - 1e-12)
         return int(np.argmax(reached)) + 1
+
+    def project(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """Returns coordinates of rows along the principal directions: ``(rows - mean) @ directions.T``.
+
+        Args:
+            rows: ``(..., d_model)`` numbers, such as the activations of a batch or the result of :meth:`Store.gather`.
+
+        Returns:
+            ``(..., k)`` float64, a copy, one column per direction. NaN and infinite values of a row make its coordinates NaN.
+
+        Raises:
+            ArgumentError: the rows have another width than the spectrum.
+        """
+        values = _arguments.as_array(rows, f"rows: expected (..., {self.d_model}) numbers")
+        if not values.ndim or values.shape[-1] != self.d_model:
+            raise ArgumentError(f"rows: expected (..., {self.d_model}) numbers, found {values.shape}")
+        flat = values.reshape(-1, self.d_model)
+        coordinates = np.empty((len(flat), len(self.directions)))
+        for part in _parts(*flat.shape):
+            with np.errstate(invalid="ignore", over="ignore"):
+                coordinates[part] = (flat[part].astype(np.float64) - self.mean) @ self.directions.T
+        coordinates[~np.isfinite(coordinates).all(axis=1)] = np.nan
+        return coordinates.reshape(*values.shape[:-1], len(self.directions))
 
     def as_dict(self) -> dict[str, Any]:
         """JSON values: numbers, and lists for arrays. NaN is None."""
