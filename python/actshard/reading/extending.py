@@ -24,8 +24,10 @@ from actshard.base.errors import (
     UnsupportedError,
     from_reader,
 )
+from actshard.base.late import Late
 from actshard.base.location import Location
 from actshard.base.work import COLUMNS, COLUMNS_LOCK, LOCK, locked, whole_file
+from actshard.formats.contents import Contents
 from actshard.formats.tables import picked, rows_only
 from actshard.reading.describing import digest_of
 
@@ -33,8 +35,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import pyarrow as pa
-
-    from actshard.formats.contents import Contents
+else:
+    pa = Late("pyarrow")
 
 _DIGEST = b"actshard:dataset-1"
 """Key of the digest in the metadata of the file's schema, with the version of :func:`digest_of`."""
