@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -27,11 +28,6 @@ from numpy.typing import NDArray
 import actshard
 
 KINDS = ("flat", "plain", "packed")
-FORMATS: dict[str, tuple[str, dict[str, object]]] = {
-    "flat": ("safetensors", {}),
-    "plain": ("zarr", {"version": 3}),
-    "packed": ("zarr", {"version": 3, "pack": "lossless"}),
-}
 LAYER = 5
 BATCH = 4096
 
@@ -42,9 +38,16 @@ def block_of_rows(rng: np.random.Generator, count: int, width: int) -> NDArray[n
     return (rng.standard_normal((count, width), np.float32) * scales).astype(ml_dtypes.bfloat16)
 
 
+def create(path: Path, kind: str, width: int) -> actshard.Writer:
+    """A writer of a kind of store."""
+    if kind == "flat":
+        return actshard.create(path, "safetensors", layers=[LAYER], d_model=width, dtype="bfloat16")
+    pack: Literal["lossless"] | None = "lossless" if kind == "packed" else None
+    return actshard.create(path, "zarr", version=3, pack=pack, layers=[LAYER], d_model=width, dtype="bfloat16")
+
+
 def write(path: Path, kind: str, size: int, width: int, tokens: int) -> float:
     """Writes a store; returns bytes of rows per second."""
-    name, options = FORMATS[kind]
     per_block = max((8 << 20) // (2 * width * tokens), 1)
     blocks = [
         block_of_rows(np.random.default_rng(seed), per_block * tokens, width).reshape(per_block, tokens, width)
@@ -52,7 +55,7 @@ def write(path: Path, kind: str, size: int, width: int, tokens: int) -> float:
     ]
     count = max(size // blocks[0].nbytes, 1)
     start_time = time.perf_counter()
-    with actshard.create(path, name, layers=[LAYER], d_model=width, dtype="bfloat16", **options) as writer:
+    with create(path, kind, width) as writer:
         for number in range(count):
             writer.append(blocks[number % len(blocks)][:, None])
     return count * blocks[0].nbytes / (time.perf_counter() - start_time)

@@ -5,9 +5,11 @@ Of plain inner chunks, and of compressed ones (``pack``).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import struct
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -432,6 +434,52 @@ def test_opening_remote_shards_names_what_single_rows_cost(tmp_path: Path) -> No
         f"inner chunks of remote shards are read whole (up to {9 * WIDTH * 4} bytes each): single rows transfer more bytes than "
         "they have; streams and whole examples do not"
     ]
+
+
+def opened_shards() -> set[str]:
+    """Names of the shards that this process has open."""
+    names = set()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            names.add(descriptor.readlink().name)
+    return {name for name in names if name.startswith("c.")}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("pack", [None, "lossless"])
+@pytest.mark.parametrize("io", ["mmap", "pread"])
+def test_shards_stay_open_and_plain_ones_are_mapped(tmp_path: Path, pack: Any, io: Any) -> None:
+    rows = examples([20, 7, 33])
+    path = written(tmp_path / "d", rows, version=3, pack=pack, chunk_tokens=16)
+    before = opened_shards()
+    store = actshard.open(path, io=io, decoded_memory=0)
+    for example, tokens in ((0, [3, 19]), (2, [30, 1])):
+        assert np.array_equal(bits(store.gather(LAYERS[0], example, tokens)), bits(rows[example][0][tokens]))
+    # One shard per layer.
+    assert len(opened_shards() - before) == 1
+    shards = str(path / "arrays/activations/c.")
+    is_mapped = any(shards in line for line in Path("/proc/self/maps").read_text().splitlines())
+    assert is_mapped == (pack is None and io == "mmap")
+
+
+@pytest.mark.parametrize("pack", [None, "lossless"])
+def test_a_shard_written_again_while_a_store_is_open_is_never_read_with_its_old_index(
+    tmp_path: Path, pack: Any
+) -> None:
+    rows, others = examples([20, 7, 33]), examples([20, 7, 33])[::-1]
+    path = written(tmp_path / "d", rows, version=3, pack=pack, chunk_tokens=16)
+    other = written(tmp_path / "e", others, version=3, pack=pack, chunk_tokens=16)
+    store = actshard.open(path, decoded_memory=0)
+    assert np.array_equal(bits(store.gather(LAYERS[0], 0, [3, 19])), bits(rows[0][0][[3, 19]]))
+    for file in (other / "arrays/activations").glob("c.*"):
+        shutil.copy(file, path / "arrays/activations" / (file.name + ".new"))
+        (path / "arrays/activations" / (file.name + ".new")).rename(path / "arrays/activations" / file.name)
+    try:
+        again = store.gather(LAYERS[0], 0, [3, 19])
+    except actshard.FormatError as error:
+        assert "replaced" in str(error)  # noqa: PT017 -- either is right
+    else:
+        assert np.array_equal(bits(again), bits(others[0][0][[3, 19]]))
 
 
 def test_info_tells_the_ratio_of_stored_bytes_to_rows(tmp_path: Path) -> None:

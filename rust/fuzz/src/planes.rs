@@ -1,6 +1,8 @@
 //! Any bytes as a block of packed rows: decoding equals that of a simple decoder of docs/formats/planes.md, which reads one bit after the
 //! other, and decoded rows that are packed again decode to the same rows.
 
+use std::collections::BTreeSet;
+
 use actshard_core::Kind;
 use actshard_core::codec::planes::{HEADER, decode, encode, encoded_len};
 
@@ -88,8 +90,9 @@ fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
         let numbers = take(&mut rest, decoded / row * width)?.chunks(width);
         index.extend(numbers.map(|number| number.iter().rev().fold(0, |sum, byte| sum << 8 | usize::from(*byte))));
         // The numbers of first occurrences are all numbers in their order.
-        let firsts: Vec<usize> = (0..index.len()).filter(|at| !index[..*at].contains(&index[*at])).map(|at| index[at]).collect();
-        if !firsts.into_iter().eq(0..stored) || stored > 1 << 16 {
+        let mut seen = BTreeSet::new();
+        let is_first = |number: &usize| seen.insert(*number);
+        if !index.iter().copied().filter(is_first).eq(0..stored) || stored > 1 << 16 {
             return None;
         }
     }

@@ -9,8 +9,9 @@
 //! compared before the first row is read, once for each version of the shard's file and each time it is opened; later reads
 //! of the same open file trust it, as they would trust a decoded chunk in the cache. All local shards stay open.
 //!
-//! Local chunks are read, not mapped: mapping and unmapping a megabyte costs more than copying it. Only
-//! [`ChunkFiles::view`] maps, because the caller requests a view.
+//! Local chunk files are read, not mapped: mapping and unmapping a megabyte costs more than copying it. Only
+//! [`ChunkFiles::view`] maps them, because the caller requests a view. Shards are large and few: those whose chunks are read in
+//! place are mapped, if the caller allows it.
 //!
 //! Sources of the layout: Zarr v2 ("Storage specification 2.0", Chunks) and v3 (regular grid). Edge chunks are stored in
 //! full size in both.
@@ -85,6 +86,8 @@ pub struct ChunkFiles {
     row: Row,
     address_bits: u32,
     store: Arc<dyn Store>,
+    /// Opens shards whose chunks are read in place.
+    plain_shards: Arc<dyn Store>,
     /// Cached, because every gather needs it.
     wishes: Option<Wishes>,
     /// The folder of each array when it was opened, if it is local.
@@ -125,7 +128,8 @@ impl ChunkFiles {
     /// Arrays in local files, of rows with `width` elements of one dtype. Opens nothing.
     pub fn new(arrays: Vec<ChunkArray>, width: u64, dtype: DType, decoded_memory: u64, io: Io) -> Result<ChunkFiles> {
         let store = Arc::new(Local { io: Io::Pread });
-        Ok(ChunkFiles { views: io == Io::Mmap, ..ChunkFiles::of(store, arrays, width, dtype, decoded_memory)? })
+        let files = ChunkFiles::of(store, arrays, width, dtype, decoded_memory)?;
+        Ok(ChunkFiles { views: io == Io::Mmap, plain_shards: Arc::new(Local { io }), ..files })
     }
 
     /// Arrays in any store.
@@ -178,6 +182,7 @@ impl ChunkFiles {
             arrays,
             row,
             address_bits,
+            plain_shards: Arc::clone(&store),
             store,
             wishes,
             folders,
@@ -256,7 +261,8 @@ impl ChunkFiles {
         let (number, unit) = array.place_of(&indices)?;
         let open = || {
             self.check_folder(self.array_of(file))?;
-            let shard = array.open_shard(&*self.store, &indices)?;
+            let store = if array.plain().is_some() { &self.plain_shards } else { &self.store };
+            let shard = array.open_shard(&**store, &indices)?;
             let checked = array.plain().is_some_and(|form| form.checked);
             let verified = (0..shard.units()).filter(|_| checked).map(|_| AtomicBool::new(false)).collect();
             Ok(ShardFile { file: shard, verified })

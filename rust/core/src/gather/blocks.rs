@@ -204,3 +204,29 @@ fn block_len(extents: &[Extent], source_of: &[usize]) -> usize {
     }
     extents.len()
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+mod tests {
+    use super::*;
+    use crate::files::open::Body;
+    use crate::layout::row::Place;
+    use crate::location::Location;
+    use crate::source::held::Held;
+
+    #[test]
+    fn neighbouring_chunks_of_a_shard_are_one_read() {
+        let shard = |name: &str| -> Arc<dyn Source> {
+            Arc::new(Held::shared(Location::object("store", name), Arc::new(vec![0u8].into())))
+        };
+        let (a, b) = (shard("a"), shard("b"));
+        let chunk_of = |shard: &Arc<dyn Source>| {
+            Arc::new(OpenFile::new(Body::Shared(Arc::clone(shard)), Place::packed(0, 0, 1).unwrap()))
+        };
+        let sources = first_with_source(&[chunk_of(&a), chunk_of(&b), chunk_of(&a), chunk_of(&a)]);
+        assert_eq!(sources, [0, 1, 0, 0]);
+        let rows = |file: u32, src: u64| Extent { src, dst: 0, len: 100, file };
+        assert_eq!(block_len(&[rows(0, 0), rows(2, 100), rows(3, 200), rows(1, 300)], &sources), 3);
+        assert_eq!(block_len(&[rows(0, 0), rows(2, 101 + GAP)], &sources), 1);
+    }
+}

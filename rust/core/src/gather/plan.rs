@@ -315,7 +315,12 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
                         Err(error) if !cut.files.is_empty() && error.is_out_of_descriptors() => break,
                         open => open?,
                     };
-                    open.unchanged()?;
+                    // Chunks of a shard follow each other.
+                    let is_checked =
+                        open.shared().is_some() && cut.files.last().is_some_and(|last| last.shared() == open.shared());
+                    if !is_checked {
+                        open.unchanged()?;
+                    }
                     cut.files.push(open);
                     *new.insert(cut.files.len() - 1)
                 }

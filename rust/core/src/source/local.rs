@@ -143,7 +143,11 @@ impl Source for Positioned {
     }
 
     fn version(&self) -> Option<Version> {
-        self.file.metadata().ok().map(|meta| version_of(&meta))
+        // As in `unchanged`: not statx.
+        let stat = rustix::fs::fstat(&self.file).ok()?;
+        let times =
+            [(stat.st_mtime as i64, stat.st_mtime_nsec as i64), (stat.st_ctime as i64, stat.st_ctime_nsec as i64)];
+        Some(Version::File(stat.st_dev as u64, stat.st_ino as u64, u64::try_from(stat.st_size).unwrap_or(0), times))
     }
 
     fn map(&self, paging: Paging) -> Result<Option<Map>> {

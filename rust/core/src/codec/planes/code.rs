@@ -36,7 +36,9 @@ pub fn count(plane: &[u8]) -> [u32; 256] {
     for group in groups {
         let bytes = u64::from_le_bytes(*group);
         for (counts, shift) in counts.iter_mut().zip((0..64).step_by(8)) {
-            counts[(bytes >> shift & 0xff) as usize] += 1;
+            // Below 2^31, the length of a plane.
+            let count = &mut counts[(bytes >> shift & 0xff) as usize];
+            *count = count.wrapping_add(1);
         }
     }
     for byte in rest {
@@ -150,16 +152,32 @@ impl Canonical {
     }
 }
 
-/// Each symbol's code, as `code << 8 | length`.
-fn codes(lengths: &CodeLengths) -> [u32; 256] {
-    let mut codes = [0; 256];
+/// Bits of codes, and their number.
+#[derive(Clone, Copy, Debug, Default)]
+struct Code {
+    bits: u64,
+    count: u32,
+}
+
+impl Code {
+    /// This one, followed by another.
+    #[inline(always)]
+    fn then(self, next: Code) -> Code {
+        // At most 62 bits: checks of overflow would take a third of the time.
+        Code { bits: self.bits.wrapping_shl(next.count) | next.bits, count: self.count.wrapping_add(next.count) }
+    }
+}
+
+/// Each symbol's code.
+fn codes(lengths: &CodeLengths) -> [Code; 256] {
+    let mut codes = [Code::default(); 256];
     let canonical = Canonical::new(lengths);
-    let mut code = 0;
-    for (length, bits) in (1..=LONGEST).zip(1..) {
-        code <<= 1;
+    let mut bits = 0;
+    for (length, count) in (1..=LONGEST).zip(1..) {
+        bits <<= 1;
         for symbol in canonical.of_length(length) {
-            codes[usize::from(*symbol)] = code << 8 | bits;
-            code += 1;
+            codes[usize::from(*symbol)] = Code { bits, count };
+            bits += 1;
         }
     }
     codes
@@ -184,20 +202,24 @@ pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &CodeLengths) -> Resul
     memory::resize(block, (header + most) as u64)?;
     for (number, symbols) in plane.chunks(quarter.max(1)).enumerate() {
         let begin = at;
-        let (mut bits, mut used) = (0u64, 0u32);
-        for group in symbols.chunks(TOGETHER) {
-            for symbol in group {
-                let code = codes[usize::from(*symbol)];
-                bits = bits << (code & 0xff) | u64::from(code >> 8);
-                used += code & 0xff;
-            }
+        // The bits of an unfinished byte, below older ones that are written.
+        let mut unfinished = Code::default();
+        let mut write = |code: Code| {
             // Never 0 bits: a symbol has at least one.
-            let bytes = (bits << (64 - used)).to_be_bytes();
-            block[at..at + 8].copy_from_slice(&bytes);
-            at += (used / 8) as usize;
-            used %= 8;
+            block[at..at + 8].copy_from_slice(&(code.bits << (64 - code.count)).to_be_bytes());
+            at += (code.count / 8) as usize;
+            Code { count: code.count % 8, ..code }
+        };
+        let (groups, rest) = symbols.as_chunks::<TOGETHER>();
+        for group in groups {
+            // In pairs: only the last step waits for the group before.
+            let [a, b, c, d, e] = group.map(|symbol| codes[usize::from(symbol)]);
+            unfinished = write(unfinished.then(a.then(b).then(c.then(d)).then(e)));
         }
-        at += usize::from(used > 0);
+        for symbol in rest {
+            unfinished = write(unfinished.then(codes[usize::from(*symbol)]));
+        }
+        at += usize::from(unfinished.count > 0);
         // A stream has less than 2^32 bytes.
         let length = u32::try_from(at - begin).unwrap_or(u32::MAX);
         block[header + 4 * number..][..4].copy_from_slice(&length.to_le_bytes());
