@@ -56,7 +56,7 @@ from actshard.plan.tokenizing_checks import (
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.reading.finding import refuse_dataset
 from actshard.reading.inputs import Input, changed
-from actshard.tokens import estimating, formats, pieces, placing, sizes
+from actshard.tokens import estimating, formats, pieces, placing
 from actshard.tokens.building import BuildOptions, warn_of_no_eos, warn_of_skipped
 from actshard.tokens.cache import TokenCache, open_cache
 from actshard.tokens.combining import PartRows, combine, problems_in, skipped_by_shard
@@ -207,15 +207,11 @@ def _predict(
     counts = {source.shard: sample.counts(source) for source in files}
     rows = {shard: n for shard, (n, _) in counts.items()}
     elements = {shard: n for shard, (_, n) in counts.items()}
-    items = {name: kind.itemsize for name, kind in recipe.fields.items()}
-    compressed = recipe.storage != "plain"
-    arrays = {
-        name: sizes.Arrays(item, sample.texts[name], sample.stored[name] if compressed else None)
-        for name, item in items.items()
-    }
-    size, inodes = sizes.of_cache(recipe, arrays, rows, elements)
+    size, inodes = sample.cache_size(recipe, rows, elements)
     read = sum(source.size() for source in files)
-    field_bytes = {name: sum(n.get(name, 0) for n in elements.values()) * item for name, item in items.items()}
+    field_bytes = {
+        name: sum(n.get(name, 0) for n in elements.values()) * kind.itemsize for name, kind in recipe.fields.items()
+    }
     # A task buffers more rows than the sample did, up to the writers' limit.
     task_bytes = [n * largest // max(read, 1) for n in field_bytes.values()]
     extra_memory = sum(
@@ -224,7 +220,12 @@ def _predict(
     )
     copied = sum(field_bytes.values()) + 8 * len(field_bytes) * sum(rows.values())
     return Predicted(
-        size, inodes, read, sample.memory + extra_memory, copied if copies else 0, not sample.rates and not compressed
+        size,
+        inodes,
+        read,
+        sample.memory + extra_memory,
+        copied if copies else 0,
+        not sample.rates and recipe.storage == "plain",
     )
 
 

@@ -18,19 +18,20 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+import actshard._native as _native
 from actshard.base._schema import json_values, read_value
 from actshard.base.errors import ActshardError, FormatError, InternalError, as_plain, boundary, from_plain
 from actshard.base.location import Location
-from actshard.tokens import sizes
+from actshard.tokens.ledger import CONSOLIDATED, Ledger
 from actshard.tokens.pieces import LineRange, rows_of_groups
 from actshard.tokens.processing import Processor
-from actshard.tokens.recipe import Recipe
+from actshard.tokens.recipe import Recipe, shard_ledger
 from actshard.tokens.shards import RowSetup, write_rows
 from actshard.tokens.sources import (
     RecordOrBlock,
@@ -191,22 +192,43 @@ def _rows(source: Source, k: int) -> SamplePart:
 
 
 @dataclass(frozen=True)
+class MeasuredArray:
+    """How an array of the sample is stored.
+
+    Attributes:
+        item: bytes of an element.
+        text: bytes of its ``zarr.json``.
+        rate, unused_rate: compressed bytes per element, and per element that the last frame has room for.
+    """
+
+    item: int
+    text: int
+    rate: float
+    unused_rate: float
+
+    def size(self, elements: int, storage: str, *, offsets: bool) -> tuple[int, int]:
+        """Bytes of an array of other length, and number of its data files."""
+        frames, indexes, files, unused = _native.token_array_size(elements, self.item, offsets)
+        if storage != "plain":
+            frames = round(elements * self.rate + unused * self.unused_rate)
+        return self.text + frames + indexes, files
+
+
+@dataclass(frozen=True)
 class Tokenized:
     """Counts and measurements of a sample.
 
     Attributes:
         exact_counts: rows and elements by field of the sources that were read whole, by shard.
         rates: for each kind of other sources, rows and elements by field, per byte of the source.
-        stored: for each field, stored bytes per element of its ``data`` and its ``offsets``.
-        texts: for each field, bytes of the ``zarr.json`` of both.
+        arrays: how each field's arrays are stored, by name: ``data`` and ``offsets``.
         memory: peak memory of the process in bytes.
         element_bytes: for each field, bytes of its elements in the sample.
     """
 
     exact_counts: Mapping[str, tuple[int, Mapping[str, int]]]
     rates: Mapping[str, tuple[float, Mapping[str, float]]]
-    stored: Mapping[str, tuple[float, float]]
-    texts: Mapping[str, tuple[int, int]]
+    arrays: Mapping[str, Mapping[str, MeasuredArray]]
     memory: int
     element_bytes: Sequence[int]
 
@@ -218,6 +240,38 @@ class Tokenized:
         rows, elements = self.rates.get(kind_named(source.path), (0.0, {}))
         size = source.size()
         return round(rows * size), {name: round(rate * size) for name, rate in elements.items()}
+
+    def cache_size(
+        self, recipe: Recipe, rows: Mapping[str, int], elements: Mapping[str, Mapping[str, int]]
+    ) -> tuple[int, int]:
+        """(bytes, files) of a finished cache, folders not counted.
+
+        Args:
+            recipe: the cache's recipe.
+            rows: number of rows by shard.
+            elements: number of elements by shard and field.
+        """
+        whole = recipe.ledger(rows, elements, {}, None)
+        folders = [(whole, recipe.storage)] if recipe.layout == CONSOLIDATED else []
+        size, files = (0, 0) if folders else (_ledger_size(whole, rows), 1)
+        for shard in recipe.kept:
+            ledger = shard_ledger(shard, rows[shard], elements[shard], "0" * 32, 0, recipe.metadata)
+            folders.append((ledger, recipe.shard_storage))
+            files += bool(rows[shard])  # .success
+        for ledger, storage in folders:
+            row_count, paths = ledger.total_num_rows, list[str]()
+            for name, arrays in self.arrays.items():
+                lengths = {"offsets": row_count + 1 if row_count else 0, "data": ledger.field_counts.get(name, 0)}
+                for array, length in lengths.items():
+                    array_size, array_files = arrays[array].size(length, storage, offsets=array == "offsets")
+                    size, files = size + array_size, files + 1 + array_files
+                    paths += [f"{name}/{array}/c/{number}" for number in range(array_files)]
+            size, files = size + _ledger_size(ledger, paths), files + 1
+        return size, files
+
+
+def _ledger_size(ledger: Ledger, paths: Iterable[str]) -> int:
+    return len(json.dumps(ledger.with_checksums(dict.fromkeys(paths, "0" * 8)).as_dict()))
 
 
 def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[object] | None) -> Tokenized:
@@ -248,7 +302,11 @@ def tokenized(recipe: Recipe, tokenizer: Tokenizer | None, now: Sequence[object]
         ) from None
     if "error" in answer:
         raise from_plain(answer)
-    return Tokenized(**answer)
+    arrays = {
+        name: {array: MeasuredArray(**values) for array, values in pair.items()}
+        for name, pair in answer.pop("arrays").items()
+    }
+    return Tokenized(**answer, arrays=arrays)
 
 
 def main() -> None:
@@ -259,14 +317,14 @@ def main() -> None:
             process = read_value(RowSetup, setup["rows"]).processor()
             process.now = None if setup["now"] is None else time.struct_time(tuple(setup["now"]))
             sources = [Source(Path(path), shard, tuple(version)) for path, shard, version in setup["sources"]]
-            answer = vars(_tokenize(sources, process, Path(folder), setup["storage"]))
+            answer = json_values(_tokenize(sources, process, Path(folder), setup["storage"]))
     except ActshardError as error:
         answer = as_plain(error)
     sys.stdout.write("\n" + json.dumps(answer))
 
 
 def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, storage: str) -> Tokenized:
-    writers = FieldWriters(folder, process.fields, storage)
+    writers = FieldWriters(folder / "sample", process.fields, storage)
     exact_counts: dict[str, tuple[int, Mapping[str, int]]] = {}
     rates: dict[str, tuple[float, Mapping[str, float]]] = {}
     for kind_sources in _kinds(sources):
@@ -283,18 +341,27 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
                 {name: n / sample.read for name, n in counts.elements.items()},
             )
     written = writers.finish()
-    rows, elements = written.rows, written.elements
-    stored, texts = {}, {}
-    for name in process.fields:
-        data, offsets = folder / name / "data", folder / name / "offsets"
-        item = process.fields[name].itemsize
-        stored[name] = (
-            max(_chunks(data) - sizes.padding(elements[name], item), 0) / max(elements[name], 1),
-            max(_chunks(offsets) - sizes.padding(rows + 1, 8), 0) / (rows + 1),
-        )
-        texts[name] = (_size(data / "zarr.json"), _size(offsets / "zarr.json"))
-    element_bytes = [elements[name] * kind.itemsize for name, kind in process.fields.items()]
-    return Tokenized(exact_counts, rates, stored, texts, _peak(), element_bytes)
+    zeros = FieldWriters(folder / "zeros", process.fields, storage)
+    for name, kind in process.fields.items():
+        zeros.append(name, np.zeros(1, kind), np.ones(1, np.int64))
+    zeros.finish()
+    arrays = {
+        name: {
+            "data": _measured(folder, f"{name}/data", kind.itemsize, written.elements[name], 1),
+            "offsets": _measured(folder, f"{name}/offsets", 8, written.rows + 1, 2),
+        }
+        for name, kind in process.fields.items()
+    }
+    element_bytes = [written.elements[name] * kind.itemsize for name, kind in process.fields.items()]
+    return Tokenized(exact_counts, rates, arrays, _peak(), element_bytes)
+
+
+def _measured(folder: Path, array: str, item: int, elements: int, zeros: int) -> MeasuredArray:
+    """Measures an array of the sample, and one of zeros, which fill up the last frame of any array."""
+    unused_rate = _chunks(folder / "zeros" / array) / _native.token_array_size(zeros, item, False)[-1]
+    unused = unused_rate * _native.token_array_size(elements, item, False)[-1]
+    rate = max(_chunks(folder / "sample" / array) - unused, 0) / max(elements, 1)
+    return MeasuredArray(item, _size(folder / "sample" / array / "zarr.json"), rate, unused_rate)
 
 
 def _peak() -> int:
@@ -313,7 +380,8 @@ def _size(file: Path) -> int:
 def _chunks(array: Path) -> int:
     """Bytes of an array's frames."""
     chunks = Location.at(array) / "c"
-    return sum(_size(file.local) - sizes.INDEX for file, _ in chunks.files()) if chunks.exists() else 0
+    index = _native.token_array_size(1, 1, False)[1]
+    return sum(_size(file.local) - index for file, _ in chunks.files()) if chunks.exists() else 0
 
 
 if __name__ == "__main__":

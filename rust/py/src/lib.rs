@@ -355,6 +355,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<tokens::order::TokenOrder>()?;
     m.add_function(wrap_pyfunction!(tokens::pack_rows, m)?)?;
     m.add_function(wrap_pyfunction!(tokens::run_lengths, m)?)?;
+    m.add_function(wrap_pyfunction!(tokens::write::token_array_size, m)?)?;
     m.add_function(wrap_pyfunction!(tokens::order::jax_key, m)?)?;
     m.add_function(wrap_pyfunction!(tokens::order::jax_split, m)?)?;
     m.add_function(wrap_pyfunction!(tokens::order::jax_fold_in, m)?)?;

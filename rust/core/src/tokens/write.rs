@@ -16,7 +16,7 @@ use super::jagged::{Cursor, Field};
 use crate::arrays::index;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
-use crate::memory::output::Output;
+use crate::memory::{self, output::Output};
 use crate::threads::{self, Stop, Watch};
 use crate::write::{self as pieces, Piece, Target};
 
@@ -458,6 +458,35 @@ impl ArrayWriter {
         self.close_file()?;
         Ok(self.checksums.iter().enumerate().map(|(number, crc)| (self.file_name(number), *crc)).collect())
     }
+}
+
+/// The space that an array of stored numbers takes, from its number of elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ArraySize {
+    /// Bytes of all frames.
+    pub frames: u64,
+    /// Bytes of the indexes of all files.
+    pub indexes: u64,
+    /// Number of data files.
+    pub files: u64,
+    /// Elements that fit into the last frame, and that it does not have.
+    pub unused: u64,
+}
+
+/// The space of an array of `elements` numbers of `item` bytes. `offsets`: its first frame is written last, with no page before it.
+///
+/// Fails for sizes that overflow.
+pub fn plain_size(elements: u64, item: usize, offsets: bool) -> Result<ArraySize> {
+    let (full, rest) = (elements / INNER as u64, (elements % INNER as u64) as usize);
+    let frame = INNER * item;
+    let last = if rest > 0 { short_frame(&memory::zeroed(rest * item)?, frame, item).len() } else { 0 };
+    let pages = if offsets && full > 0 { PAGE - HEADER } else { 0 };
+    let frames = full.checked_mul((PAGE + frame) as u64).and_then(|bytes| bytes.checked_add(last as u64));
+    let frames = frames.ok_or_else(|| Error::new(Kind::Argument, format!("{elements} elements of {item} bytes")))?;
+    let files = elements.div_ceil((INNER * PER_FILE) as u64);
+    let unused = if rest > 0 { (INNER - rest) as u64 } else { 0 };
+    Ok(ArraySize { frames: frames - pages as u64, indexes: files * (PER_FILE as u64 * 16 + 4), files, unused })
 }
 
 fn is_float(dtype: DType) -> bool {

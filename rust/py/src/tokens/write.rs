@@ -6,7 +6,7 @@ use std::thread::{self, ThreadId};
 use std::time::Duration;
 
 use actshard_core::threads::{Lock, Signal};
-use actshard_core::tokens::write::{FieldWriter, Storage, WriteOptions};
+use actshard_core::tokens::write::{FieldWriter, Storage, WriteOptions, plain_size};
 use actshard_core::{Error, Kind};
 use numpy::PyReadonlyArray1;
 use pyo3::prelude::*;
@@ -17,6 +17,16 @@ use crate::detach;
 
 /// The CRC-32 of each data file by its path in the folder.
 type Checksums = Vec<(String, u32)>;
+
+/// Bytes of the frames and of the indexes of an array of stored numbers, its number of files, and of elements that the last
+/// frame has room for.
+#[pyfunction]
+pub fn token_array_size(py: Python<'_>, elements: u64, item: usize, offsets: bool) -> PyResult<(u64, u64, u64, u64)> {
+    detach::guarded(py, || {
+        let size = detach::detached(py, |_| plain_size(elements, item, offsets))?;
+        Ok((size.frames, size.indexes, size.files, size.unused))
+    })
+}
 
 /// A field being written.
 #[pyclass(frozen, module = "actshard._native")]

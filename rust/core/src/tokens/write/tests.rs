@@ -157,3 +157,24 @@ proptest! {
         prop_assert_eq!(out, bytes);
     }
 }
+
+#[test]
+fn the_space_of_an_array_is_that_of_its_files() {
+    for rows in [0, 1, 5, 40_000, INNER - 1, INNER, INNER + 7, 2 * INNER + 100_000] {
+        let folder = tempfile::tempdir().unwrap();
+        let how = WriteOptions::new(Storage::Plain, false);
+        let mut writer = FieldWriter::create(folder.path(), DType::U16, 1, how).unwrap();
+        writer.append(&vec![1; rows * 2], &vec![1; rows], &[]).unwrap();
+        writer.finish().unwrap();
+        let ends = if rows > 0 { rows + 1 } else { 0 };
+        for (array, elements, item, offsets) in [("data", rows, 2, false), ("offsets", ends, 8, true)] {
+            let size = plain_size(elements as u64, item, offsets).unwrap();
+            let chunks = folder.path().join(array).join("c");
+            let files: Vec<_> = fs::read_dir(chunks).map_or(vec![], |files| files.map(Result::unwrap).collect());
+            let bytes: u64 = files.iter().map(|file| file.metadata().unwrap().len()).sum();
+            assert_eq!((size.frames + size.indexes, size.files), (bytes, files.len() as u64), "{array} of {rows}");
+            assert_eq!((elements as u64 + size.unused) % INNER as u64, 0);
+        }
+    }
+    assert!(plain_size(u64::MAX, 8, false).is_err());
+}
