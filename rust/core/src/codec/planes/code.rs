@@ -154,29 +154,29 @@ impl Canonical {
 
 /// Bits of codes, and their number.
 #[derive(Clone, Copy, Debug, Default)]
-struct Code {
+struct CodeBits {
     bits: u64,
     count: u32,
 }
 
-impl Code {
+impl CodeBits {
     /// This one, followed by another.
     #[inline(always)]
-    fn then(self, next: Code) -> Code {
+    fn then(self, next: CodeBits) -> CodeBits {
         // At most 62 bits: checks of overflow would take a third of the time.
-        Code { bits: self.bits.wrapping_shl(next.count) | next.bits, count: self.count.wrapping_add(next.count) }
+        CodeBits { bits: self.bits.wrapping_shl(next.count) | next.bits, count: self.count.wrapping_add(next.count) }
     }
 }
 
 /// Each symbol's code.
-fn codes(lengths: &CodeLengths) -> [Code; 256] {
-    let mut codes = [Code::default(); 256];
+fn codes(lengths: &CodeLengths) -> [CodeBits; 256] {
+    let mut codes = [CodeBits::default(); 256];
     let canonical = Canonical::new(lengths);
     let mut bits = 0;
     for (length, count) in (1..=LONGEST).zip(1..) {
         bits <<= 1;
         for symbol in canonical.of_length(length) {
-            codes[usize::from(*symbol)] = Code { bits, count };
+            codes[usize::from(*symbol)] = CodeBits { bits, count };
             bits += 1;
         }
     }
@@ -203,12 +203,12 @@ pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &CodeLengths) -> Resul
     for (number, symbols) in plane.chunks(quarter.max(1)).enumerate() {
         let begin = at;
         // The bits of an unfinished byte, below older ones that are written.
-        let mut unfinished = Code::default();
-        let mut write = |code: Code| {
+        let mut unfinished = CodeBits::default();
+        let mut write = |code: CodeBits| {
             // Never 0 bits: a symbol has at least one.
             block[at..at + 8].copy_from_slice(&(code.bits << (64 - code.count)).to_be_bytes());
             at += (code.count / 8) as usize;
-            Code { count: code.count % 8, ..code }
+            CodeBits { count: code.count % 8, ..code }
         };
         let (groups, rest) = symbols.as_chunks::<TOGETHER>();
         for group in groups {
