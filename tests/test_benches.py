@@ -89,3 +89,16 @@ def test_the_study_of_packing_prints_a_table(tmp_path: Path, dtype: str) -> None
     sizes = dict(re.findall(r"^\| ([^|]+) \| ([0-9.]+) \|", done.stdout, re.MULTILINE))
     assert {"zstd 1", "byte shuffle, zstd 1", "exponents, zstd 1"} <= sizes.keys()
     assert 0.5 < float(sizes["exponents, zstd 1"]) < 1
+
+
+@pytest.mark.slow
+def test_the_study_of_int8_prints_the_table_of_the_documentation() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "benches.int8"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (ROOT / "docs/formats/zarr.md").read_text()
+    rows = re.findall(r"^\| (int8|float8_e4m3fn), (\w+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|", done.stdout, re.MULTILINE)
+    assert len(rows) == 6
+    for code, kind, *numbers in rows:
+        name = f'int8, `"{kind}"`' if code == "int8" else "float8_e4m3fn, a scale per token"
+        assert f"| {name} | {' | '.join(numbers)} |" in page

@@ -169,8 +169,8 @@ def create(
             an interrupted call with the same ``scratch``, including its upload.
         options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
             ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``,
-            ``version``, ``pack``. pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``, ``samples_per_machine``.
-            hf_arrow: ``rows``.
+            ``version``, ``pack``, ``scales``. pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``,
+            ``samples_per_machine``. hf_arrow: ``rows``.
 
     Returns:
         A :class:`~actshard.Writer`: a context manager that finishes the dataset, or after an exception leaves it resumable.

@@ -128,6 +128,5 @@ def stored_scales(store: ZarrStore, codes: ArrayMeta) -> StoredScales | None:
         raise FormatError(
             f"expected positive finite scales, found {values.flat[bad[0]]} for layer {bad[0] // shape[3]}",
             path=meta.folder,
-            code="scale-value",
         )
     return StoredScales(codes, meta, about, np.ascontiguousarray(values))

@@ -418,6 +418,7 @@ impl ChunkFiles {
     }
 
     /// A chunk of codes as a file of products.
+    #[expect(clippy::disallowed_methods, reason = "its scales are in memory: nothing is read")]
     fn scaled(
         &self,
         scales: &ChunkScales,

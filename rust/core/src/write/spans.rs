@@ -39,7 +39,7 @@ impl<'a> Spans<'a> {
         {
             return refuse("expected layers, a width, and a number of scales that divides it");
         }
-        let row_bytes = width.checked_mul(4).unwrap_or(usize::MAX);
+        let row_bytes = width.saturating_mul(4);
         let total = lengths.iter().try_fold(0usize, |total, n| total.checked_add(usize::try_from(*n).ok()?));
         if total.and_then(|n| n.checked_mul(row_bytes)) != Some(rows.len()) {
             return refuse("rows: expected as many as their lengths");
@@ -238,7 +238,7 @@ mod tests {
 
     #[test]
     fn values_that_are_not_finite_are_named_by_span_and_token() {
-        let mut values = vec![1f32; 5 * 4];
+        let mut values = [1f32; 5 * 4];
         values[3 * 4 + 1] = f32::NAN;
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         for parts in [1, 2, 4] {

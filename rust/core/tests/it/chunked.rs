@@ -86,6 +86,7 @@ impl Made {
             chunk: self.chunk,
             fill: Some(FILL.to_le_bytes().to_vec()),
             content: Content::Plain { swapped: self.swapped },
+            scales: None,
         }
     }
 
@@ -154,6 +155,7 @@ impl Made {
             chunk: self.chunk,
             fill: Some(FILL.to_le_bytes().to_vec()),
             content: Content::Coded(Box::new(CodedArray::of(store, &folder.into(), metadata.as_bytes(), true))),
+            scales: None,
         }
     }
 }

@@ -97,6 +97,7 @@ impl Made {
             chunk: shape.chunk,
             fill: Some(FILL.to_ne_bytes().to_vec()),
             content: Content::Coded(Box::new(Counting { shape: shape.clone(), made: Arc::clone(&made) })),
+            scales: None,
         };
         let files = ChunkFiles::new(vec![array], shape.array[3], DType::U32, budget, Io::Pread).unwrap();
         let members = vec![Member { examples: shape.array[0], parts: files.grids() }];
@@ -216,6 +217,7 @@ impl Coded {
             chunk,
             fill: Some(vec![0; 4]),
             content: Content::Coded(decoder),
+            scales: None,
         };
         let files = ChunkFiles::new(vec![array], shape[3], DType::U32, 0, Io::Pread).unwrap();
         let members = vec![Member { examples: shape[0], parts: files.grids() }];

@@ -208,7 +208,7 @@ proptest! {
         let fill = 100u64;
         let (root, naming) = (folder.path().into(), Naming::v2(false));
         let (content, metadata) = (Content::Plain { swapped }, metadata.into());
-        let array = ChunkArray { folder: root, metadata, naming, shape, chunk, fill: Some(element(dtype, fill)), content };
+        let array = ChunkArray { folder: root, metadata, naming, shape, chunk, fill: Some(element(dtype, fill)), content, scales: None };
         let files = ChunkFiles::new(vec![array], h, dtype, 1 << 20, io).unwrap();
         let lengths: Vec<u32> = lengths.iter().take(n as usize).map(|x| (*x).min(t as u32)).chain(std::iter::repeat(t as u32)).take(n as usize).collect();
         let member = Member { examples: n, parts: files.grids() };

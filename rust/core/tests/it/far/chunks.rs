@@ -143,6 +143,7 @@ impl Made {
             chunk,
             fill: Some(FILL.to_le_bytes().to_vec()),
             content,
+            scales: None,
         };
         ChunkFiles::of(store, vec![array], self.shape[3], DType::U32, decoded_memory)
     }
@@ -259,6 +260,7 @@ fn indexes_of_few_shards_are_held_at_once() {
         chunk: [1, 1, 1, 8],
         fill: Some(vec![0; 4]),
         content: Content::Coded(Box::new(coded)),
+        scales: None,
     };
     let files = ChunkFiles::of(far, vec![array], 8, DType::U32, 1 << 20).unwrap();
     let member = Member { examples: n, parts: files.grids() };
