@@ -39,7 +39,6 @@ from actshard.formats import registry
 from actshard.formats.target import Target
 from actshard.inputs import Input
 from actshard.location import Location
-from actshard.plan import process
 from actshard.plan.book import work_folder
 from actshard.plan.checking import ExamplesTask, Span
 from actshard.plan.creating import (
@@ -59,6 +58,7 @@ from actshard.plan.creating import (
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result
+from actshard.work.children import peak_memory
 from actshard.writing.creating import make_target
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -391,7 +391,7 @@ def _predict(
         target.take_tokens(target.tokens or most)
         estimates.append(target.estimate(rows[first:end] if target.ragged else np.full(end - first, target.tokens)))
     *parts, total = estimates
-    memory = (process.peak() or process.UNKNOWN) + arguments.settings.memory
+    memory = peak_memory() + arguments.settings.memory
     return predicted_of(creation, bounds, borders, parts, total, read, memory), [size for *_, size in parts]
 
 

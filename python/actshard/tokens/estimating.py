@@ -12,7 +12,6 @@ import itertools
 import json
 import lzma
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -45,6 +44,7 @@ from actshard.tokens.sources import (
 )
 from actshard.tokens.tokenizer import Tokenizer
 from actshard.tokens.writing import FieldWriters
+from actshard.work.children import peak_memory
 
 _SAMPLE, _RANGES = 2 << 20, 64
 """Bytes of JSON lines to read, and number of ranges."""
@@ -353,7 +353,7 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
         for name, kind in process.fields.items()
     }
     element_bytes = [written.elements[name] * kind.itemsize for name, kind in process.fields.items()]
-    return Tokenized(exact_counts, rates, arrays, _peak(), element_bytes)
+    return Tokenized(exact_counts, rates, arrays, peak_memory(), element_bytes)
 
 
 def _measured(folder: Path, array: str, item: int, elements: int, zeros: int) -> MeasuredArray:
@@ -362,15 +362,6 @@ def _measured(folder: Path, array: str, item: int, elements: int, zeros: int) ->
     unused = unused_rate * _native.token_array_size(elements, item, False)[-1]
     rate = max(_chunks(folder / "sample" / array) - unused, 0) / max(elements, 1)
     return MeasuredArray(item, _size(folder / "sample" / array / "zarr.json"), rate, unused_rate)
-
-
-def _peak() -> int:
-    """Peak memory of this process in bytes."""
-    try:  # not ru_maxrss, which starts at the value of the parent process
-        with Path("/proc/self/status").open(encoding="ascii") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) << 10
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _size(file: Path) -> int:
