@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from actshard.base._arguments import many
+from actshard.base.work.children import peak_memory
 from actshard.cli._format import console, size
 from actshard.reading.store import Store
 from actshard.streaming.quality import measure
@@ -52,15 +53,9 @@ def run(store: Store, layer: Layer | list[Layer], batch_size: int, seconds: floa
         "first_batch_seconds": first,
         "bytes_per_second": total / took if took else 0.0,
         "rows_per_second": rows / took if took else 0.0,
-        "peak_memory": _peak(),
+        "peak_memory": peak_memory(),
         "quality": measure(batch_rows).as_dict(),
     }
-
-
-def _peak() -> int:
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def show(measurement: dict[str, Any]) -> None:

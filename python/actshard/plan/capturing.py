@@ -28,9 +28,9 @@ from actshard.base._json import show
 from actshard.base._schema import Amount, AnyText, Count, json_values
 from actshard.base.errors import ArgumentError, ChangedInputError
 from actshard.base.location import Location
+from actshard.base.work.children import peak_memory
 from actshard.formats import registry
 from actshard.formats.target import Target
-from actshard.plan import process
 from actshard.plan.book import work_folder
 from actshard.plan.checking import ExamplesTask, Span
 from actshard.plan.creating import (
@@ -391,7 +391,7 @@ def _predict(
         target.take_tokens(target.tokens or most)
         estimates.append(target.estimate(rows[first:end] if target.ragged else np.full(end - first, target.tokens)))
     *parts, total = estimates
-    memory = (process.peak() or process.UNKNOWN) + arguments.settings.memory
+    memory = peak_memory() + arguments.settings.memory
     return predicted_of(creation, bounds, borders, parts, total, read, memory), [size for *_, size in parts]
 
 

@@ -3,7 +3,7 @@
 Measured in a separate process, so that earlier work of the planning process is not counted. It imports the modules of a task, opens
 the dataset or writes a small one, and reports its peak (``VmHWM`` on Linux, including mapped pages of libraries). Opening also
 depends on the dataset's size: the core's tables are added separately (``Rows.table_bytes``), and datasets with the same kinds of
-files and little metadata share one measurement. On systems without ``VmHWM`` the result is :data:`UNKNOWN`.
+files and little metadata share one measurement. If the process fails, the result is :data:`UNKNOWN`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import numpy as np
 from actshard import formats
 from actshard.base.errors import ActshardError
 from actshard.base.location import Location
+from actshard.base.work.children import peak_memory
 from actshard.reading.inputs import Input
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
@@ -41,15 +42,6 @@ _LITTLE = 4 << 20
 """Bytes of files other than those with rows. A dataset with more is measured itself, because opening may load them."""
 
 _memory_by_key: dict[tuple[str, ...], int] = {}
-
-
-def peak() -> int | None:
-    """Peak memory of this process in bytes; None if the system does not report it."""
-    try:  # not ru_maxrss, which starts at the value of the parent process
-        with Path("/proc/self/status").open(encoding="ascii") as file:
-            return next((int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:")), None)
-    except OSError:
-        return None
 
 
 @functools.cache
@@ -163,7 +155,7 @@ def main() -> None:
     if request.get("write"):
         with tempfile.TemporaryDirectory() as folder:
             _write(Path(folder, "written"), request["write"])
-    sys.stdout.write(f"\n{json.dumps(peak())}")
+    sys.stdout.write(f"\n{json.dumps(peak_memory())}")
 
 
 def _write(path: Path, format: str) -> bool:

@@ -12,7 +12,6 @@ import itertools
 import json
 import lzma
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,7 @@ import actshard._native as _native
 from actshard.base._schema import json_values, read_value
 from actshard.base.errors import ActshardError, FormatError, InternalError, as_plain, boundary, from_plain
 from actshard.base.location import Location
+from actshard.base.work.children import peak_memory
 from actshard.tokens.ledger import CONSOLIDATED, Ledger
 from actshard.tokens.pieces import LineRange, rows_of_groups
 from actshard.tokens.processing import Processor
@@ -353,7 +353,7 @@ def _tokenize(sources: Sequence[Source], process: Processor, folder: Path, stora
         for name, kind in process.fields.items()
     }
     element_bytes = [written.elements[name] * kind.itemsize for name, kind in process.fields.items()]
-    return Tokenized(exact_counts, rates, arrays, _peak(), element_bytes)
+    return Tokenized(exact_counts, rates, arrays, peak_memory(), element_bytes)
 
 
 def _measured(folder: Path, array: str, item: int, elements: int, zeros: int) -> MeasuredArray:
@@ -362,15 +362,6 @@ def _measured(folder: Path, array: str, item: int, elements: int, zeros: int) ->
     unused = unused_rate * _native.token_array_size(elements, item, False)[-1]
     rate = max(_chunks(folder / "sample" / array) - unused, 0) / max(elements, 1)
     return MeasuredArray(item, _size(folder / "sample" / array / "zarr.json"), rate, unused_rate)
-
-
-def _peak() -> int:
-    """Peak memory of this process in bytes."""
-    try:  # not ru_maxrss, which starts at the value of the parent process
-        with Path("/proc/self/status").open(encoding="ascii") as file:
-            return next(int(line.split()[1]) for line in file if line.startswith("VmHWM:")) << 10
-    except (OSError, StopIteration):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _size(file: Path) -> int:
