@@ -134,9 +134,11 @@ def test_rows_by_number(workers: int, method: Any) -> None:
         )
         seen = []
         for batch in loader:
-            got = store.gather(5, batch["example"].numpy(), batch["token"].numpy())
-            assert np.array_equal(batch["activation"].numpy(), got)
-            seen += list(zip(batch["example"].tolist(), batch["token"].tolist(), strict=True))
+            names = ("activation", "example", "token") if collate is None else ("activations", "examples", "tokens")
+            assert tuple(batch) == names, "collate uses the names of a stream's batches"
+            rows, examples, tokens = (batch[name] for name in names)
+            assert np.array_equal(rows.numpy(), store.gather(5, examples.numpy(), tokens.numpy()))
+            seen += list(zip(examples.tolist(), tokens.tolist(), strict=True))
         assert len(set(seen)) == len(seen) == len(want)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 from actshard.base._json import Fields, read_json
 from actshard.base.errors import boundary
@@ -67,6 +68,8 @@ def marked(path: Location) -> str | None:
 
 class PlainCarrying(Carrying):
     """Keeps all columns and metadata: the format adds none."""
+
+    model_key: ClassVar[str | None] = "model"
 
     def metadata_again(
         self, metadata: Mapping[str, object], contents: Contents | None

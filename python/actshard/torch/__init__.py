@@ -234,7 +234,8 @@ class Dataset(data.Dataset):
     """Map-style dataset of one layer's rows: ``{"activation": (d_model,), "example": int, "token": int}``.
 
     Row numbers run over the selected tokens, example after example. ``__getitems__`` reads a whole batch at once. With
-    ``collate_fn=actshard.torch.collate`` a ``DataLoader`` returns that batch's tensors without splitting and stacking them.
+    ``collate_fn=actshard.torch.collate`` a ``DataLoader`` returns that batch's tensors without splitting and stacking them, under
+    the names of a stream's batches: ``activations``, ``examples`` and ``tokens``.
 
     Args:
         store: an open store.
@@ -286,7 +287,7 @@ class Dataset(data.Dataset):
             {"activation": row, "example": e, "token": t}
             for row, e, t in zip(rows.unbind(), examples.tolist(), tokens.tolist(), strict=True)
         )
-        items.batch = {"activation": rows, "example": tensor(examples), "token": tensor(tokens)}
+        items.batch = {"activations": rows, "examples": tensor(examples), "tokens": tensor(tokens)}
         return items
 
 

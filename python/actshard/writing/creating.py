@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike
 from actshard import formats
 from actshard.base import _arguments
 from actshard.base._json import parse_json
-from actshard.base.errors import ArgumentError, ArgumentTypeError, FormatError, warn
+from actshard.base.errors import ArgumentError, ArgumentTypeError, FormatError, NotStoredError, warn
 from actshard.base.layers import Layer, checked, is_one, several, short
 from actshard.base.work import PARTS
 from actshard.formats.options import FormatOptions
@@ -52,6 +52,7 @@ def make_target(
     """Checks the arguments of :func:`create` and returns the format's target. ``created``, ``whole``: see :class:`Spec`."""
     _arguments.one_of(format, formats.written(), "format")
     root = _arguments.local_path(path)
+    metadata, options = _with_model(format, metadata, options)
     plain: dict[str, dict[str, object]] = {}
     for name, mapping in (("metadata", {} if metadata is None else metadata), ("options", options)):
         try:
@@ -102,6 +103,25 @@ def make_target(
         created=created,
     )
     return formats.get(format).target()(spec)
+
+
+def _with_model(
+    format: str, metadata: Mapping[str, object] | None, options: Mapping[str, object]
+) -> tuple[Mapping[str, object] | None, Mapping[str, object]]:
+    """Metadata and options with ``model=`` where the format stores the model's name: as an option, or as a metadata field.
+
+    Raises:
+        NotStoredError: the format stores no name.
+    """
+    target, key = formats.get(format).target(), formats.get(format).carrying().model_key
+    if "model" not in options or "model" in target.format_options:
+        return metadata, options
+    if key is None or not target.holds_metadata:
+        raise NotStoredError(f"model: {format} does not store the name of the model; leave it out")
+    if not isinstance(options["model"], str) or not options["model"]:
+        raise ArgumentError(f"model: expected the model's name, found {options['model']!r:.80}")
+    others = {name: value for name, value in options.items() if name != "model"}
+    return {**({} if metadata is None else metadata), key: options["model"]}, others
 
 
 def _as_json(value: dict[str, object]) -> dict[str, object]:
@@ -167,10 +187,10 @@ def create(
         storage_options: options of a URL, as for :func:`actshard.open`.
         scratch: folder for the dataset of a URL until it is uploaded; None: the folder of temporary files. ``resume`` continues
             an interrupted call with the same ``scratch``, including its upload.
-        options: options of the format; an unknown one raises an error that lists them. saev: ``protocol``, ``cls_token``,
-            ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``, ``model``, ``revision``. zarr: ``chunk_tokens``, ``t_max``,
-            ``version``, ``pack``, ``scales``. pickle: ``compress``, ``level``, ``machine_id``, ``total_machines``,
-            ``samples_per_machine``. hf_arrow: ``rows``.
+        options: ``model``, the model's name, for every format that stores it; and options of the format. An unknown one raises an
+            error that lists them. saev: ``protocol``, ``cls_token``, ``max_tokens_per_shard``. lmprobe: ``storage``, ``pooling``,
+            ``revision``. zarr: ``chunk_tokens``, ``t_max``, ``version``, ``pack``, ``scales``. pickle: ``compress``, ``level``,
+            ``machine_id``, ``total_machines``, ``samples_per_machine``. hf_arrow: ``rows``.
 
     Returns:
         A :class:`~actshard.Writer`: a context manager that finishes the dataset, or after an exception leaves it resumable.

@@ -31,6 +31,8 @@ class GivenExamples:
 
     def __init__(self, activations: object, lengths: ArrayLike | None, layers: int, d_model: int) -> None:
         self.dense: NDArray[np.generic] | None = None
+        self.padded = 0
+        """Tokens of each example of a batch with lengths, padding included; 0 for other batches."""
         self.items: list[NDArray[np.generic]] = []
         self.one_row = False
         expected = f"(batch, {layers}, tokens, {d_model}), (batch, {layers}, {d_model}), or a list of ({layers}, tokens, {d_model})"
@@ -67,7 +69,7 @@ class GivenExamples:
                 raise ArgumentError(
                     f"lengths: expected {len(dense)} integers of 0 to {dense.shape[2]}, found {lengths!r:.80}"
                 )
-            self.tokens = self.tokens.copy()
+            self.tokens, self.padded = self.tokens.copy(), dense.shape[2]
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -149,8 +151,12 @@ def table_of(
     logits: tuple[ArrayLike, ArrayLike] | None,
     router: Mapping[int, ArrayLike] | None,
     n: int,
+    examples: GivenExamples | None = None,
 ) -> pa.Table | None:
-    """Returns columns, labels, logits and router logits as one table with ``n`` rows; None without any."""
+    """Returns columns, labels, logits and router logits as one table with ``n`` rows; None without any.
+
+    Arrays of (batch, tokens) in ``columns`` are cut like the activations of ``examples``, a batch with lengths.
+    """
     import pyarrow as pa
 
     fields: list[pa.Field] = []
@@ -163,7 +169,7 @@ def table_of(
         entries = [(pa.field(_name(name), pa.null()), column) for name, column in (columns or {}).items()]
     for field, column in entries:
         if not isinstance(column, pa.Array | pa.ChunkedArray):
-            field, column = _column(field.name, column, n)  # noqa: PLW2901 -- the same column
+            field, column = _column(field.name, column, n, examples)  # noqa: PLW2901 -- the same column
         else:
             field = pa.field(_name(field.name), column.type, metadata=_element_type(field))  # noqa: PLW2901 -- the same column
         if len(column) != n:
@@ -214,8 +220,8 @@ def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
     return None if name is None else {b"dtype": name}
 
 
-def _column(name: str, values: Any, n: int) -> tuple[pa.Field, pa.Array]:
-    """Converts a column to Arrow."""
+def _column(name: str, values: Any, n: int, examples: GivenExamples | None) -> tuple[pa.Field, pa.Array]:
+    """Converts a column to Arrow. Rows of a (batch, tokens) array lose their padding."""
     import pyarrow as pa
 
     if isinstance(values, str | bytes | bytearray | Mapping | Set):
@@ -228,6 +234,9 @@ def _column(name: str, values: Any, n: int) -> tuple[pa.Field, pa.Array]:
             return pa.field(name, column.type), column
         if isinstance(column, np.ndarray):
             if column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1] and not np.ma.is_masked(column):
+                if examples is not None and examples.padded and column.shape == (n, examples.padded):
+                    cut = _without_padding(_native_order(column), examples)
+                    return pa.field(name, cut.type), cut
                 return list_column(name, _native_order(column))
             column = _values(column)
         if isinstance(column, list | tuple) and any(type(v) is int and not -(1 << 63) <= v < 1 << 63 for v in column):
@@ -245,6 +254,15 @@ def _column(name: str, values: Any, n: int) -> tuple[pa.Field, pa.Array]:
     except (pa.ArrowException, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ArgumentError(f"columns: {name!r}: expected {n} values of one type: {error}") from error
     return pa.field(name, arrow_column.type), arrow_column
+
+
+def _without_padding(values: NDArray[np.generic], examples: GivenExamples) -> pa.Array:
+    """The rows of a (batch, tokens) array as lists of the examples' numbers of tokens."""
+    import pyarrow as pa
+
+    is_content = np.arange(examples.padded) < examples.tokens[:, None]
+    offsets = np.concatenate([[0], np.cumsum(examples.tokens)]).astype(np.int32)
+    return pa.ListArray.from_arrays(offsets, pa.array(np.ascontiguousarray(values[is_content])))
 
 
 def _arrow_or_numpy(values: Any) -> Any:

@@ -169,7 +169,7 @@ class Writer:
                 of ``(n_layers, tokens_i, d_model)``. numpy arrays or torch tensors on any device (copied to the host once).
             lengths: ``(batch,)`` integers: number of valid tokens of each example in a right-padded batch.
             columns: mapping or Arrow table with ``batch`` values per column: texts, labels, ids. The first call fixes names and
-                types.
+                types. With ``lengths``, an array of ``(batch, tokens)``, such as ``input_ids``, is cut like the activations.
             labels: saev's patch labels, ``(batch, content tokens)`` uint8. Other formats store them as a column.
             logits: top-k values and token indices, ``(batch, k)`` each (lmprobe). Other formats store them as columns.
             router: router logits by layer, ``(batch, experts)`` each (lmprobe). Other formats store them as columns.
@@ -200,7 +200,7 @@ class Writer:
         examples = GivenExamples(activations, lengths, len(target.spec.layers), target.spec.d_model)
         if len(examples) == 0:
             return
-        table = table_of(columns, labels, logits, router, len(examples))
+        table = table_of(columns, labels, logits, router, len(examples), examples)
         # All checks come first, so that a failed call does not change the writer.
         before = {name: getattr(target, name) for name in target.decides}
         try:

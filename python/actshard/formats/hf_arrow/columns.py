@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from actshard.formats.carrying import Carrying, without_files
 from actshard.formats.hf_arrow.write import FILE_FIELDS, TEXT_FIELDS
@@ -19,6 +19,8 @@ _OF_STATE = (
 
 class HfArrowCarrying(Carrying):
     """Drops fields that describe files, and empty strings, which ``datasets`` writes for absent fields."""
+
+    model_key: ClassVar[str | None] = "model"
 
     def metadata_kept(self, contents: Contents) -> dict[str, Any]:
         return _about(without_files(contents.metadata))

@@ -411,6 +411,7 @@ class Directory:
             head_columns=self.columns,
             column_batches=self.batches,
             files=_paths([file.path for file in self.files]),
+            model=model if isinstance(model := self.info.get("model"), str) else None,
             provenance={**info, **({"split": split} if isinstance(split, str) else {})},
             warnings=tuple(self.warnings),
             tokens_each=int(counts[0]) if same else None,

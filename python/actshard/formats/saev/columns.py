@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 class SaevCarrying(Carrying):
     """saev's metadata fields are fixed, so another format's metadata are stored as JSON text in ``data``."""
 
+    model_key: ClassVar[str | None] = "ckpt"
     number_column: ClassVar[str | None] = "example_idx"
 
     def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:

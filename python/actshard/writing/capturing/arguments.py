@@ -52,8 +52,7 @@ def job_of(
     _arguments.check_progress(progress)
     if not _arguments.is_one_of(on_nonfinite, ("refuse", "count")):
         raise ArgumentError(f'on_nonfinite: expected "refuse" or "count", found {on_nonfinite!r:.80}')
-    if not _arguments.is_one_of(format, registry.written()):
-        raise ArgumentError(f"format: expected one of {', '.join(registry.written())}, found {format!r:.80}")
+    _arguments.one_of(format, registry.written(), "format")
     for name, value in (("metadata", metadata), ("options", options), ("model_options", model_options)):
         if value is not None and not isinstance(value, Mapping):
             raise ArgumentTypeError(f"{name}: expected a mapping, found {type(value).__name__}")

@@ -23,7 +23,7 @@ from actshard.base._json import lines
 from actshard.base.errors import ArgumentError, ArgumentTypeError, ClosedError, FormatError
 from actshard.base.location import Location
 from actshard.tokens.patterns import matching
-from actshard.tokens.sources import LONGEST_LINE, RowProblem, Source, compression, inflated, kind_of, reading
+from actshard.tokens.sources import LONGEST_LINE, RowProblem, Source, compression, inflated, reading
 from actshard.writing.capturing.column_types import ColumnTypes
 
 Row = Mapping[str, Any]
@@ -237,7 +237,7 @@ def _files(name: str) -> list[str]:
             raise ArgumentError(f"texts: expected files ending in {', '.join(_SUFFIXES)}, found none", path=folder)
     for file in files:
         if _suffix(Path(file)) is None:
-            kind_of(Path(file))  # raises
+            raise ArgumentError(f"texts: expected a file name ending in {', '.join(_SUFFIXES)}", path=file)
     return files
 
 
