@@ -193,8 +193,8 @@ class RowScaling:
             if is_int8:
                 kinds = ", ".join(map(repr, KINDS))
                 raise DtypeError(
-                    f"dtype: int8 is stored with scales: pass scales='channel', which suits most activations, or one of {kinds} "
-                    "(--option scales=channel)"
+                    "dtype: int8 is stored with scales: pass scales='channel' (--option scales=channel), which suits most "
+                    f"activations, or one of {kinds}"
                 )
             return None
         kind = _arguments.one_of(scales, KINDS, "scales")
