@@ -40,7 +40,7 @@ def written(path: Path, format: str, columns: dict[str, Any], **options: Any) ->
 @pytest.mark.parametrize("format", [name for name in formats.written() if name != "saev"])
 def test_columns_of_a_padded_batch_are_cut_like_its_states(format: str, tmp_path: Path) -> None:
     ids = np.arange(1, 21).reshape(4, 5)
-    columns = {"input_ids": ids} if format in DRAFTS else {"input_ids": ids, "loss": ids / 4, "text": list("abcd")}
+    columns = {"input_ids": ids} if format in DRAFTS else {"input_ids": ids, "loss": ids % 3 == 0, "text": list("abcd")}
     store = written(tmp_path / "d", format, columns)
     table = store.read_columns([name for name in columns if name != "text"])
     counts = [*LENGTHS, 3, 3]
@@ -49,8 +49,21 @@ def test_columns_of_a_padded_batch_are_cut_like_its_states(format: str, tmp_path
         expected = [(row + [0] * 5)[:5] for row in expected]
     assert table["input_ids"].to_pylist() == expected
     if "loss" in table.column_names:
-        assert [[4 * x for x in row] for row in table["loss"].to_pylist()] == expected
+        assert table["loss"].to_pylist() == [[x % 3 == 0 for x in row] for row in expected]
     assert actshard.verify(store.path).ok
+
+
+def test_floats_as_wide_as_a_padded_batch_are_refused_unless_they_are_lists(tmp_path: Path) -> None:
+    """They may be losses of tokens, or a vector that happens to be as wide: a vector that is cut is lost."""
+    scores = np.arange(6.0).reshape(2, 3)
+    with actshard.create(tmp_path / "d", "npy", layers=[0], d_model=2) as writer:
+        with pytest.raises(actshard.ArgumentError, match=r"'scores': float64 of \(2, 3\), as wide as the padded batch"):
+            writer.append(np.zeros((2, 1, 3, 2), np.float32), lengths=[1, 2], columns={"scores": scores})
+        cut = [row[:n] for row, n in zip(scores, [1, 2], strict=True)]
+        writer.append(np.zeros((2, 1, 3, 2), np.float32), lengths=[1, 2], columns={"loss": cut, "scores": list(scores)})
+    table = actshard.open(tmp_path / "d").table
+    assert table["loss"].to_pylist() == [[0.0], [3.0, 4.0]]
+    assert table["scores"].to_pylist() == scores.tolist()
 
 
 def test_arrays_of_another_width_and_batches_without_lengths_are_kept(tmp_path: Path) -> None:

@@ -235,6 +235,12 @@ def _column(name: str, values: Any, n: int, examples: GivenExamples | None) -> t
         if isinstance(column, np.ndarray):
             if column.ndim == 2 and column.dtype.kind in "biuf" and column.shape[1] and not np.ma.is_masked(column):
                 if examples is not None and examples.padded and column.shape == (n, examples.padded):
+                    if column.dtype.kind == "f":  # a batch may be as long as a vector is wide
+                        raise ArgumentError(
+                            f"columns: {name!r}: {column.dtype} of {column.shape}, as wide as the padded batch, may be values of "
+                            "tokens or a vector for each example. Pass a list: [row[:n] for row, n in zip(values, lengths)] of "
+                            "values of tokens, list(values) of vectors"
+                        )
                     cut = _without_padding(_native_order(column), examples)
                     return pa.field(name, cut.type), cut
                 return list_column(name, _native_order(column))
