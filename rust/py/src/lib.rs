@@ -2,7 +2,7 @@
 //!
 //! - `arguments`: numbers, names and types from Python
 //! - `handle`: [`handle::Rows`], the rows of a dataset as one object
-//! - `rows`: its methods; `addresses`: tables and index files of row addresses
+//! - `rows`: its methods; `addresses`: tables and index files of row addresses; `chunk_arrays`: arrays in chunks
 //! - `stream`: ordered batches, read ahead by a thread
 //! - `buffer`: memory shared with numpy, the only `unsafe` of this crate
 //! - `place`: paths and remote locations from Python; `remote`: the stores of the latter
@@ -18,6 +18,7 @@
 mod addresses;
 mod arguments;
 mod buffer;
+mod chunk_arrays;
 mod containers;
 mod copying;
 mod decoding;

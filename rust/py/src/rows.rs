@@ -3,11 +3,8 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use actshard_core::arrays::coded::{CodedArray, Decode};
-use actshard_core::arrays::naming::Naming;
 use actshard_core::files::Files;
-use actshard_core::files::chunk_scales::ChunkScales;
-use actshard_core::files::chunks::{ChunkArray, ChunkFiles, Content};
+use actshard_core::files::chunks::ChunkFiles;
 use actshard_core::files::shards::{ShardSpec, Shards};
 use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::gather::{Ints, Pick};
@@ -29,9 +26,10 @@ use pyo3::types::{PyDict, PyList};
 
 use crate::addresses::{Addresses, IndexRecords, used};
 use crate::arguments::{IndexArgument, dtype_of, groups_of, helper, io_of};
+use crate::chunk_arrays::{ChunkArrayTuple, ChunkScalesTuple, chunk_array};
 use crate::handle::{Destination, RowArguments, Rows};
-use crate::place::{NamedPlace, remote_store, store_of};
-use crate::{buffer, decoding, detach, errors, joined, pickle, stream, summing};
+use crate::place::{NamedPlace, remote_store};
+use crate::{buffer, detach, errors, joined, pickle, stream, summing};
 
 /// A shard, as passed to [`Rows::shards`]: path, whether compressed, size and SHA-256 (if they are to be checked), number of
 /// samples, smallest and largest sample number, layers, maximum inflated bytes.
@@ -47,63 +45,6 @@ fn per_example(numbers: &Bound<'_, PyAny>) -> PyResult<PerExample<u32>> {
         Ok(same) => PerExample::Same(same),
         Err(_) => PerExample::Each(numbers.extract::<PyReadonlyArray1<'_, u32>>()?.as_slice()?.to_vec()),
     })
-}
-
-/// A chunked array, as passed to [`Rows::chunked`]: folder, metadata file, prefix and separator of chunk names, shape, chunk
-/// shape, fill element, whether byte-swapped, and the decoder, if chunks are encoded.
-type ChunkArrayTuple =
-    (NamedPlace, NamedPlace, String, String, [u64; 4], [u64; 4], Option<Vec<u8>>, bool, Option<DecodedBy>);
-
-/// The decoder of an array's chunks.
-#[derive(FromPyObject)]
-enum DecodedBy {
-    /// The core: the array's folder, its metadata, whether to read the inner chunks of shards.
-    Core(NamedPlace, Vec<u8>, bool),
-    /// A Python function that calls another library: indices in, bytes out.
-    Python(Py<PyAny>),
-}
-
-impl DecodedBy {
-    fn decoder(self) -> Box<dyn Decode> {
-        match self {
-            DecodedBy::Core(folder, metadata, inner) => {
-                let store = store_of(&folder, Io::Pread);
-                Box::new(CodedArray::of(store, &folder.location, &metadata, inner))
-            }
-            DecodedBy::Python(decode) => Box::new(decoding::Callback(decode)),
-        }
-    }
-}
-
-/// The scales of a chunked array, as passed to [`Rows::chunked`]: the type of its codes, scales per row, and where they are.
-type ChunkScalesTuple<'py> = (String, u64, ScalesBy<'py>);
-
-#[derive(FromPyObject)]
-enum ScalesBy<'py> {
-    /// Those of each layer.
-    Groups(PyReadonlyArray1<'py, f32>),
-    /// Those of each row, in an array with this decoder.
-    Chunks(DecodedBy),
-}
-
-fn chunk_scales(py: Python<'_>, (code, parts, scales): ChunkScalesTuple<'_>) -> PyResult<ChunkScales> {
-    let code = dtype_of(py, &code)?;
-    Ok(match scales {
-        ScalesBy::Groups(scales) => {
-            ChunkScales::of_groups(code, parts, scales.as_slice()?).map_err(|e| errors::raise(py, &e))?
-        }
-        ScalesBy::Chunks(decoder) => ChunkScales::of_rows(code, parts, decoder.decoder()),
-    })
-}
-
-fn chunk_array(py: Python<'_>, array: ChunkArrayTuple, scales: Option<ChunkScalesTuple<'_>>) -> PyResult<ChunkArray> {
-    let (folder, metadata, prefix, separator, shape, chunk, fill, swapped, coded) = array;
-    let unknown = || errors::raise(py, &Error::new(Kind::Internal, "unknown names of chunks"));
-    let content = coded.map_or(Content::Plain { swapped }, |coded| Content::Coded(coded.decoder()));
-    let naming = Naming::of(&prefix, &separator).ok_or_else(unknown)?;
-    let scales = scales.map(|scales| chunk_scales(py, scales)).transpose()?;
-    let (folder, metadata) = (folder.location, metadata.location);
-    Ok(ChunkArray { folder, metadata, naming, shape, chunk, fill, content, scales })
 }
 
 /// The examples of [`Rows::choose`].

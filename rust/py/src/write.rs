@@ -8,7 +8,7 @@ use actshard_core::gather::cast;
 use actshard_core::kernels::quantise::Quantised;
 use actshard_core::kernels::scaled::{Product, ScaledCode};
 use actshard_core::scan;
-use actshard_core::write::{self, Digested, Piece, RefusedRow, Spans, Target};
+use actshard_core::write::{self, Digested, Piece, RefusedRow, RowSpans, Target};
 use actshard_core::{Error, Kind, memory};
 use numpy::{
     IntoPyArray, PyArray1, PyArray2, PyArrayMethods, PyReadonlyArray1, PyReadonlyArray2, PyUntypedArray,
@@ -207,7 +207,7 @@ pub fn raise_largest(
         detach::detached(py, |watch| {
             let mut numbers = singles(largest)?;
             let parts = numbers.len().checked_div(layers).unwrap_or_default();
-            let odd = Spans::new(rows, lengths, layers, width, parts)?.raise(&mut numbers, watch)?;
+            let odd = RowSpans::new(rows, lengths, layers, width, parts)?.raise(&mut numbers, watch)?;
             put_singles(&numbers, largest);
             Ok(odd)
         })
@@ -255,7 +255,7 @@ pub fn quantise_spans<'py>(
         }
         let (codes, scales) = (codes.as_mut(), scales.as_mut());
         let losses = detach::detached(py, |watch| {
-            let spans = Spans::new(rows, lengths, layers, width, parts)?;
+            let spans = RowSpans::new(rows, lengths, layers, width, parts)?;
             let mut numbers = singles(scales)?;
             if !own {
                 return spans.encode(codes, &numbers, watch);

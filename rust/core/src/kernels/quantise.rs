@@ -60,12 +60,12 @@ pub struct Quantised {
 }
 
 /// A stored element of a row, little-endian.
-trait Element: Copy {
+trait FloatBits: Copy {
     const OF: Product;
     fn value(self) -> f32;
 }
 
-impl Element for [u8; 2] {
+impl FloatBits for [u8; 2] {
     const OF: Product = Product::BF16;
     #[inline(always)]
     fn value(self) -> f32 {
@@ -73,7 +73,7 @@ impl Element for [u8; 2] {
     }
 }
 
-impl Element for [u8; 4] {
+impl FloatBits for [u8; 4] {
     const OF: Product = Product::F32;
     #[inline(always)]
     fn value(self) -> f32 {
@@ -139,7 +139,7 @@ impl Quantised {
         }
     }
 
-    fn raise_of<E: Element>(&self, rows: &[E], largest: &mut [f32]) -> Option<u64> {
+    fn raise_of<E: FloatBits>(&self, rows: &[E], largest: &mut [f32]) -> Option<u64> {
         assert!(rows.len() == self.shape.iter().product::<usize>() && largest.len() == self.scales());
         let width = self.shape[2];
         let mut odd = None;
@@ -156,7 +156,7 @@ impl Quantised {
         odd
     }
 
-    fn encode_of<E: Element>(&self, rows: &[E], codes: &mut [u8], scales: &[f32]) -> CodingLoss {
+    fn encode_of<E: FloatBits>(&self, rows: &[E], codes: &mut [u8], scales: &[f32]) -> CodingLoss {
         let elements: usize = self.shape.iter().product();
         assert!(rows.len() == elements && codes.len() == elements && scales.len() == self.scales());
         let mut lost = CodingLoss::default();
@@ -224,7 +224,7 @@ fn finite(x: f32) -> f32 {
 
 /// Whether all values are finite.
 #[inline(always)]
-fn raise_one<E: Element>(values: &[E], to: &mut f32) -> bool {
+fn raise_one<E: FloatBits>(values: &[E], to: &mut f32) -> bool {
     let (blocks, rest) = values.as_chunks::<LANES>();
     let (mut most, mut odd) = ([0f32; LANES], [0u32; LANES]);
     for block in blocks {
@@ -240,7 +240,7 @@ fn raise_one<E: Element>(values: &[E], to: &mut f32) -> bool {
 
 /// Whether all values are finite.
 #[inline(always)]
-fn raise_each<E: Element>(values: &[E], to: &mut [f32]) -> bool {
+fn raise_each<E: FloatBits>(values: &[E], to: &mut [f32]) -> bool {
     let mut odd = 0u32;
     for (m, v) in to.iter_mut().zip(values) {
         *m = m.max(finite(v.value()));
@@ -251,7 +251,7 @@ fn raise_each<E: Element>(values: &[E], to: &mut [f32]) -> bool {
 
 /// `scales` has one for all, or one for each.
 #[inline(always)]
-fn code_row<E: Element>(code: ScaledCode, values: &[E], scales: &[f32], codes: &mut [u8]) {
+fn code_row<E: FloatBits>(code: ScaledCode, values: &[E], scales: &[f32], codes: &mut [u8]) {
     match code {
         ScaledCode::E4M3 => encode_row(values, scales, codes, e4m3),
         ScaledCode::E5M2 => encode_row(values, scales, codes, e5m2),
@@ -260,7 +260,7 @@ fn code_row<E: Element>(code: ScaledCode, values: &[E], scales: &[f32], codes: &
 }
 
 #[inline(always)]
-fn encode_row<E: Element>(values: &[E], scales: &[f32], codes: &mut [u8], encode: impl Fn(f32) -> u8) {
+fn encode_row<E: FloatBits>(values: &[E], scales: &[f32], codes: &mut [u8], encode: impl Fn(f32) -> u8) {
     if let [scale] = scales {
         for (c, v) in codes.iter_mut().zip(values) {
             *c = encode(v.value() / scale);
@@ -309,7 +309,7 @@ fn int8(x: f32) -> u8 {
 
 /// Compares the products of a row's codes with its values.
 #[inline(always)]
-fn measure<E: Element>(
+fn measure<E: FloatBits>(
     code: ScaledCode,
     values: &[E],
     scales: &[f32],

@@ -15,4 +15,4 @@ pub use disk::{copy_range, sync};
 pub use folders::{move_files, remove_folders};
 pub use pieces::{Piece, Target, write};
 pub use segments::{Digested, digest, write_segments};
-pub use spans::{RefusedRow, Spans};
+pub use spans::{RefusedRow, RowSpans};

@@ -16,7 +16,7 @@ const AT_ONCE: usize = 2 << 20;
 
 /// The rows of a block.
 #[derive(Clone, Copy, Debug)]
-pub struct Spans<'a> {
+pub struct RowSpans<'a> {
     rows: &'a [u8],
     lengths: &'a [i64],
     layers: usize,
@@ -27,9 +27,9 @@ pub struct Spans<'a> {
 /// A value that is not finite, or whose product would not be: its span, and its row in the span.
 pub type RefusedRow = (usize, u64);
 
-impl<'a> Spans<'a> {
+impl<'a> RowSpans<'a> {
     /// Rows of `width` float32 elements, little-endian, `lengths` of them for each example and layer.
-    pub fn new(rows: &'a [u8], lengths: &'a [i64], layers: usize, width: usize, parts: usize) -> Result<Spans<'a>> {
+    pub fn new(rows: &'a [u8], lengths: &'a [i64], layers: usize, width: usize, parts: usize) -> Result<RowSpans<'a>> {
         let refuse = |what: &str| Err(Error::new(Kind::Argument, what));
         if layers == 0
             || width == 0
@@ -44,7 +44,7 @@ impl<'a> Spans<'a> {
         if total.and_then(|n| n.checked_mul(row_bytes)) != Some(rows.len()) {
             return refuse("rows: expected as many as their lengths");
         }
-        Ok(Spans { rows, lengths, layers, width, parts })
+        Ok(RowSpans { rows, lengths, layers, width, parts })
     }
 
     /// Number of rows.
@@ -133,7 +133,7 @@ impl<'a> Spans<'a> {
         )
     }
 
-    /// As [`Spans::encode`], and fills `scales` with those of each row, `parts` for each.
+    /// As [`RowSpans::encode`], and fills `scales` with those of each row, `parts` for each.
     pub fn fill(&self, codes: &mut [u8], scales: &mut [f32], watch: Watch<'_>) -> Result<Vec<CodingLoss>> {
         if scales.len() != self.rows() * self.parts {
             return Err(Error::new(Kind::Argument, "scales: expected those of each row"));
@@ -165,8 +165,8 @@ impl<'a> Spans<'a> {
             (codes, scales) = (after, own_after);
             parts.push((run, of_run, own_of_run));
         }
-        type Part<'b> = ((Range<usize>, Range<usize>), &'b mut [u8], &'b mut [f32]);
-        let work = |_: usize, (run, mut codes, mut scales): Part<'_>, _: &threads::Stop| {
+        type RunPart<'b> = ((Range<usize>, Range<usize>), &'b mut [u8], &'b mut [f32]);
+        let work = |_: usize, (run, mut codes, mut scales): RunPart<'_>, _: &threads::Stop| {
             let mut losses = memory::reserve(run.0.len() as u64)?;
             for (span, rows, tokens) in self.spans(&run) {
                 let (of_span, after) = codes.split_at_mut(tokens * self.width);
@@ -204,7 +204,7 @@ mod tests {
             let rows: usize = lengths.iter().map(|n| *n as usize).sum();
             let values = &values[..rows * width];
             let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-            let spans = Spans::new(&bytes, &lengths, layers, width, parts).unwrap();
+            let spans = RowSpans::new(&bytes, &lengths, layers, width, parts).unwrap();
             let layer_of: Vec<usize> = lengths.iter().enumerate()
                 .flat_map(|(span, n)| std::iter::repeat_n(span % layers, *n as usize)).collect();
             let mut of_layers = vec![0f32; layers * parts];
@@ -242,7 +242,7 @@ mod tests {
         values[3 * 4 + 1] = f32::NAN;
         let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
         for parts in [1, 2, 4] {
-            let spans = Spans::new(&bytes, &[2, 3], 1, 4, parts).unwrap();
+            let spans = RowSpans::new(&bytes, &[2, 3], 1, 4, parts).unwrap();
             let mut largest = vec![0f32; parts];
             assert_eq!(spans.raise(&mut largest, &mut || false).unwrap(), Some((1, 1)), "{parts}");
             assert_eq!(largest, vec![1f32; parts]);
@@ -263,10 +263,10 @@ mod tests {
             (16, &[1], 2, 4, 1),
             (0, &[], 0, 4, 1),
         ] {
-            assert_eq!(Spans::new(&vec![0; bytes], lengths, layers, width, parts).unwrap_err().kind, Kind::Argument);
+            assert_eq!(RowSpans::new(&vec![0; bytes], lengths, layers, width, parts).unwrap_err().kind, Kind::Argument);
         }
         let rows = [0; 16];
-        let spans = Spans::new(&rows, &[1], 1, 4, 1).unwrap();
+        let spans = RowSpans::new(&rows, &[1], 1, 4, 1).unwrap();
         assert!(spans.encode(&mut [0; 3], &[1.0], &mut || false).is_err());
         assert!(spans.encode(&mut [0; 4], &[1.0, 2.0], &mut || false).is_err());
         assert!(

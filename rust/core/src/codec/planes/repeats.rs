@@ -99,7 +99,7 @@ impl<'a> StoredRows<'a> {
                 bytes.resize(bytes.len() + row, 0);
                 count += 1;
             }
-            numbers.resize(all, last);
+            numbers.extend(std::iter::repeat_n(last, all - numbers.len())); // there is room for all
         }
         let width = number_bytes(count);
         let mut index = memory::reserve((all * width) as u64)?;
