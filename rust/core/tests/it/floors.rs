@@ -68,6 +68,7 @@ const BINDING: &[&str] = &[
     "write",
     "tokens",
     "addresses",
+    "chunk_arrays",
     "rows",
     "lib",
 ];
