@@ -228,3 +228,45 @@ def test_a_merge_that_would_lose_added_columns_is_refused(dataset: Path, tmp_pat
     with refuses(actshard.UnsupportedError, dataset, "added to it later"):
         actshard.merge(tmp_path / "merged", [dataset, LMPROBE])
     assert not (tmp_path / "merged").exists()
+
+
+def test_a_row_that_cannot_be_read_is_that_error_and_not_another_dataset(tmp_path: Path) -> None:
+    """The file of the columns is right, and nobody should move it away."""
+    with actshard.create(tmp_path / "d", "zarr", layers=[0, 1], d_model=4) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((20, 2, 3, 4)).astype(np.float32))
+    actshard.open(tmp_path / "d").extend_columns({"judge": judged(20)})
+    rows = tmp_path / "d/arrays/activations/0.1.0.0"
+    whole = rows.read_bytes()
+    rows.unlink()
+    with pytest.raises(actshard.MissingFileError):
+        actshard.open(tmp_path / "d").read_columns("judge")
+    rows.write_bytes(whole)
+    assert actshard.open(tmp_path / "d").table["judge"].to_pylist() == judged(20)
+
+
+def test_columns_are_compared_with_lengths_and_rows_of_every_layer(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((3, 2, 4, 4)).astype(np.float32)
+    other_rows = rows.copy()
+    other_rows[:, 1, :3] += 1
+    for name, values, lengths in (("a", rows, [4, 4, 4]), ("b", other_rows, [4, 4, 4]), ("c", rows, [4, 3, 4])):
+        with actshard.create(tmp_path / name, "npy", layers=[0, 1], d_model=4) as writer:
+            writer.append(values, lengths=lengths)
+    actshard.open(tmp_path / "a").extend_columns({"judge": judged(3)})
+    for name in "bc":
+        shutil.copy(tmp_path / "a" / COLUMNS, tmp_path / name / COLUMNS)
+        with refuses(actshard.FormatError, tmp_path / name / COLUMNS, "those of another one"):
+            actshard.open(tmp_path / name).read_columns("judge")
+
+
+def test_columns_that_only_reading_finds_are_kept_and_not_replaced(tmp_path: Path) -> None:
+    """A field of later lines of a Zarr store's texts is not known when the store is opened."""
+    with actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=2) as writer:
+        writer.append(
+            np.zeros((3, 1, 1, 2), np.float32), columns={"note": [{"a": 1}, {"a": 2}, {"a": 3}], "prompt": list("abc")}
+        )
+    before = actshard.open(tmp_path / "d").table
+    store = actshard.open(tmp_path / "d")
+    store.extend_columns({"judge": judged(3)})
+    assert store.table.select(before.column_names).equals(before)
+    with pytest.raises(actshard.ExistsError, match="'text'"):
+        store.extend_columns({"text": list("xyz")})

@@ -129,6 +129,7 @@ def test_the_error_in_the_metadata_is_that_of_the_rows(tmp_path: Path, kind: str
     assert f"{about['relative_error']:.2g}" in shown
 
 
+@pytest.mark.filterwarnings("ignore::actshard.OverflowWarning")
 @pytest.mark.parametrize("kind", ["channel", "layer"])
 def test_scales_of_created_layers_are_those_of_the_first_block_and_saturation_is_counted(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -169,6 +170,7 @@ def test_tasks_of_a_conversion_write_the_bytes_of_one_process(
     assert any(loss.what == "scales" and "relative error" in loss.detail for loss in again.losses)
 
 
+@pytest.mark.filterwarnings("ignore::actshard.OverflowWarning")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{"version": 2}, SMALL, {**SMALL, "pack": "lossless"}])
 def test_a_resumed_writer_continues_with_the_first_scales_and_counts(
@@ -359,3 +361,42 @@ def test_zarr_python_decodes_the_rows_in_four_lines(tmp_path: Path, kind: str, o
             decoded = codes * np.repeat(scale, codes.shape[1] // scale.shape[1], axis=1)
             assert decoded.dtype == np.float32
             assert np.array_equal(decoded, expected[layer])
+
+
+@pytest.mark.parametrize("kind", ["channel", "layer"])
+def test_first_rows_that_cannot_decide_the_scales_are_refused(kind: str, tmp_path: Path) -> None:
+    """With scales of zeros all later values would be clipped to nothing."""
+    for first in (np.zeros((2, 1, 3, 4), np.float32), [np.zeros((1, 0, 4), np.float32)] * 2):
+        writer = actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4, dtype="int8", scales=kind, resume=True)
+        writer.append(first)
+        with pytest.raises(actshard.DtypeError, match=r"layer 0: .* all of these are zero or none has a token"):
+            writer.flush()
+        writer.abort()
+    with actshard.create(tmp_path / "t", "zarr", layers=[0], d_model=4, dtype="int8", scales="token") as writer:
+        writer.append([np.zeros((1, 0, 4), np.float32)] * 2)
+        writer.flush()
+        writer.append(np.ones((1, 1, 1, 4), np.float32))
+    assert actshard.open(tmp_path / "t").token_counts.tolist() == [0, 0, 1]
+
+
+def test_values_beyond_the_first_scales_are_a_warning(tmp_path: Path) -> None:
+    writer = actshard.create(tmp_path / "d", "zarr", layers=[0], d_model=4, dtype="int8", scales="channel")
+    writer.append(np.ones((1, 1, 1, 4), np.float32))
+    writer.flush()
+    writer.append(np.full((1, 1, 1, 4), 9, np.float32))
+    with pytest.warns(actshard.OverflowWarning, match=r"4 of 8 values are beyond the scales, .* the first 1 rows"):
+        writer.close()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_verify_finds_damaged_scales_of_rows(version: int, tmp_path: Path) -> None:
+    with actshard.create(
+        tmp_path / "d", "zarr", layers=[0], d_model=4, dtype="int8", scales="token", version=version
+    ) as writer:
+        writer.append(np.random.default_rng(0).standard_normal((3, 1, 5, 4)).astype(np.float32))
+    assert actshard.verify(tmp_path / "d").ok
+    scales = next(p for p in (tmp_path / "d/arrays/activation_scales").iterdir() if p.name[0] in "0c")
+    whole = scales.read_bytes()
+    for data in (whole[:4], b"", None):
+        scales.unlink() if data is None else scales.write_bytes(data)
+        assert not actshard.verify(tmp_path / "d").ok, data

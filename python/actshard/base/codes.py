@@ -400,9 +400,9 @@ CALLS: tuple[Code, ...] = (
     Code(
         "overflow",
         WARNING,
-        "Finite values became infinite in a conversion to a narrower dtype.",
-        "The batch or array contains infinite values.",
-        "read with a wider dtype=, or a smaller scale=",
+        "Finite values became infinite in a conversion to a narrower dtype, or were clipped by the scales of other rows.",
+        "The batch, array or dataset contains infinite or clipped values.",
+        'read with a wider dtype=, or a smaller scale=; write with scales="token", or convert',
     ),
     Code(
         "no-example-chosen",

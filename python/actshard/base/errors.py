@@ -38,7 +38,7 @@ class ActshardWarning(UserWarning):
 
 
 class OverflowWarning(ActshardWarning):
-    """Finite values became infinite in a conversion to a narrower dtype."""
+    """Finite values became infinite in a conversion to a narrower dtype, or were clipped by the scales of other rows."""
 
     code = "overflow"
 

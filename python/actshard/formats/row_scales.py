@@ -256,10 +256,23 @@ class RowScaling:
         self.source, self._largest = source, None
 
     def take_first(self, block: Block) -> None:
-        """Determines the scales from the first block, unless they are known."""
-        if self.is_open:
-            self.survey(block)
-            self.surveyed(f"the first {self._rows:,} rows")
+        """Determines the scales from the first block, unless they are known.
+
+        Raises:
+            DtypeError: it has no rows of a layer, or only zeros: all later values would be clipped.
+        """
+        if not self.is_open:
+            return
+        self.survey(block)
+        assert self._largest is not None
+        if not (self._largest.max(axis=1, initial=0) > 0).all():
+            layer = self.layers[int(np.argmin(self._largest.max(axis=1, initial=0)))]
+            self._largest, self._rows = None, 0
+            raise DtypeError(
+                f"layer {plain(layer)}: scales='{self.kind}' are those of the first rows, and all of these are zero or none has a "
+                "token. Append other examples first, pass scales='token', or write floats and convert them"
+            )
+        self.surveyed(f"the first {self._rows:,} rows")
 
     # -- codes -------------------------------------------------------------------------------------------------------
 
@@ -314,7 +327,7 @@ class RowScaling:
         if not self.is_own:
             lengths = np.maximum(block.lengths, 0).reshape(-1)
             scales = scales[np.repeat(np.arange(len(lengths)) % len(self.layers), lengths)]
-        shape = (len(codes), self.parts, -1)
+        shape = (len(codes), self.parts, self.width // self.parts)
         rows: NDArray[np.generic] = (codes.reshape(shape) * scales[:, :, None]).reshape(codes.shape)
         return rows
 

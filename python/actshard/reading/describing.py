@@ -42,14 +42,6 @@ def identity_of(store: Readable) -> str:
     return digest.hexdigest()[:16]
 
 
-def digest_of(contents: Contents) -> str:
-    """:attr:`Store.identity` of a dataset that is neither filtered nor joined."""
-    shape = [contents.format, list(contents.layers), contents.d_model, contents.dtype.name, contents.num_examples]
-    digest = hashlib.sha256(json.dumps(shape).encode())
-    _add_rows(digest, contents, contents.rows, contents.num_examples, [0])
-    return digest.hexdigest()[:16]
-
-
 def sample_of(store: Readable, layers: Sequence[Layer]) -> str:
     """A digest of a few rows of each of these layers; see :meth:`Store.sample_of`."""
     digest, contents = hashlib.sha256(), store.contents

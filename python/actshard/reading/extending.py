@@ -7,6 +7,8 @@ format. Its metadata contain a digest of the dataset, so that values are never r
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,10 +28,11 @@ from actshard.base.errors import (
 )
 from actshard.base.late import Late
 from actshard.base.location import Location
+from actshard.base.request import Request
 from actshard.base.work import COLUMNS, COLUMNS_LOCK, LOCK, locked, whole_file
 from actshard.formats.contents import Contents
 from actshard.formats.tables import picked, rows_only
-from actshard.reading.describing import digest_of
+from actshard.formats.target import OTHER_TEXT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,7 +42,9 @@ else:
     pa = Late("pyarrow")
 
 _DIGEST = b"actshard:dataset-1"
-"""Key of the digest in the metadata of the file's schema, with the version of :func:`digest_of`."""
+"""Key of the digest in the metadata of the file's schema, with the version of :func:`_digest_of`."""
+_SAMPLES = 8
+"""Number of examples whose rows a digest includes."""
 
 
 def with_added_columns(contents: Contents, root: Location) -> Contents:
@@ -85,11 +90,17 @@ class _ExtendedTable:
             FormatError: they were added to another dataset.
         """
         table, count = _read(self.file), self.contents.num_examples
-        if _digest_in(table) != digest_of(self.contents) or table.num_rows != count:
+        if table.num_rows != count:
             raise FormatError(
-                f"expected columns of the {many(count, 'example')} of this dataset, found those of "
-                f"{many(table.num_rows, 'example')} of another one: the dataset was replaced after the columns were added. Move "
-                "this file away to read the dataset without them",
+                f"expected columns of the {many(count, 'example')} of this dataset, found {table.num_rows:,} values: examples were "
+                "added or removed after the columns, or the dataset was replaced. Move this file away to read the dataset without "
+                "the columns",
+                path=self.file,
+            )
+        if _digest_in(table) != _digest_of(self.contents):
+            raise FormatError(
+                f"expected columns of the {many(count, 'example')} of this dataset, found those of another one: the dataset was "
+                "replaced after the columns were added. Move this file away to read the dataset without them",
                 path=self.file,
             )
         return table.replace_schema_metadata(None)
@@ -142,6 +153,8 @@ class _ExtendedTable:
 
         if own is not None and all(name not in self.names for name in names):
             return own
+        if own is not None:  # which may have columns that were not known when the dataset was opened
+            names = [*names, *(name for name in own.column_names if name not in names)]
         assert added is not None, "left out only if none is requested"
         added_table = added(None if own is None else own.num_rows)
         tables = [added_table if name in self.names or own is None else own for name in names]
@@ -178,13 +191,15 @@ def extend(contents: Contents, columns: Mapping[str, object] | pa.Table, *, repl
     if table is None:
         raise ArgumentError("extend_columns: expected at least one column, found none")
     table = plain(table)
+    unextended = contents.unextended or contents
+    format_names = {*unextended.column_names, *unextended.columns(unextended.column_names).column_names}
     for name in table.column_names:
-        if name in (contents.unextended or contents).column_names:
+        if name in format_names or OTHER_TEXT.get(name) in format_names:
             raise ExistsError(f"extend_columns: the dataset has a column {name!r}. Choose another name", path=root)
     file = root.local / COLUMNS
     lock = locked(root.local / COLUMNS_LOCK)
     try:
-        digest = digest_of(contents)
+        digest = _digest_of(unextended)
         earlier = _read(Location.at(file)) if file.exists() else None
         if earlier is not None:
             if _digest_in(earlier) != digest:
@@ -218,6 +233,38 @@ def _together(earlier: pa.Table, later: pa.Table) -> pa.Table:
     }
     fields, values = zip(*columns.values(), strict=True)
     return pa.Table.from_arrays(list(values), schema=pa.schema(list(fields)))
+
+
+def _digest_of(contents: Contents) -> str:
+    """A digest of the dataset that columns belong to: its shape, lengths, and a few rows of each layer.
+
+    With the digests of all rows, if actshard wrote it. Copies have equal digests; columns of the format are not included.
+
+    Raises:
+        Errors of reads: a row cannot be read now.
+    """
+    n = contents.num_examples
+    request = Request.read(contents.path)
+    shape = [contents.format, list(contents.layers), contents.d_model, contents.dtype.name, n, contents.tokens_each]
+    shape.append(None if request is None or request.digests is None else list(map(str, request.digests)))
+    digest = hashlib.sha256(json.dumps(shape).encode())
+    if contents.tokens_each is None and contents.counts_are_cheap:
+        digest.update(np.ascontiguousarray(contents.token_counts(), "<i8").tobytes())
+    if contents.rows is None:
+        return digest.hexdigest()
+    # Of shards that are decoded as a whole, only the first example: opening has decoded its shard.
+    few = np.arange(0, min(n, 1) if contents.units is not None else n, -(-n // _SAMPLES) or 1)
+    places: list[tuple[int, int, int]] = []
+    for group in range(len(contents.layers)):
+        counts = contents.rows.tokens_of(group, few)
+        digest.update(np.ascontiguousarray(counts, "<i8").tobytes())
+        # The middle token, too: the last ones of texts may be equal in all datasets of a model.
+        stored = [(example, count) for example, count in zip(few.tolist(), counts.tolist(), strict=True) if count]
+        places += [(group, example, token) for example, count in stored for token in (count // 2, count - 1)]
+    if places:  # one call, so that a remote dataset needs one round trip
+        groups, examples, tokens = np.ascontiguousarray(np.array(places, np.int64).T)
+        digest.update(contents.rows.gather(groups, examples, tokens, None, None).tobytes())
+    return digest.hexdigest()
 
 
 def _digest_in(table: pa.Table) -> str:

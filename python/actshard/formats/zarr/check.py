@@ -42,9 +42,12 @@ def check(root: Location, report: Report, tell: Any) -> None:
 
 def _check_store(member: Member, root: Location, report: Report) -> None:
     store = member.path
-    for array in member.arrays:
+    checked = list(zip(member.arrays, member.lengths, strict=True))
+    if member.scaling is not None and member.scaling.values is None:  # scales of rows have the chunks of their codes
+        checked.append((member.scaling.meta, member.lengths[0]))
+    for array, lengths in checked:
         with report.noting(array.metadata):
-            _check_chunks(array, member, report)
+            _check_chunks(array, lengths, member, report)
     with report.noting(store / "arrays"):
         for name in member.store.names("arrays"):
             with report.noting(store / "arrays" / name):
@@ -61,7 +64,7 @@ def _check_store(member: Member, root: Location, report: Report) -> None:
                     report.add("count-claim", path, f"{len(lines)} lines", f"{member.n}, one per sample")
 
 
-def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
+def _check_chunks(array: ArrayMeta, lengths: int | NDArray[np.integer], member: Member, report: Report) -> None:
     """Checks that chunk files are inside the grid and have the right size, and that all stored tokens have chunks."""
     try:
         files = array.chunk_files()
@@ -90,15 +93,14 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
                 code = "empty-file" if size == 0 else "chunk-size"
                 report.add(code, path, f"{size} bytes", f"{full} bytes, a whole chunk")
     if array.inner and not array.folder.is_remote:
-        _check_shards(array, files, member, report)
+        _check_shards(array, files, lengths, member, report)
     samples, layers, stretch, width = array.outer
-    lengths = member.lengths[member.arrays.index(array)]
     if isinstance(lengths, int):
         stretches = np.broadcast_to(np.int64(-(-lengths // stretch)), (-(-member.n // samples),))
     else:
         longest = np.maximum.reduceat(lengths, np.arange(0, member.n, samples)) if member.n else lengths
         stretches = -(-longest.astype(np.int64) // stretch)
-    across, wide = math.ceil(member.num_layers / layers), math.ceil(member.width / width)
+    across, wide = math.ceil(member.num_layers / layers), math.ceil(array.shape[3] / width)
     total = int(stretches.sum()) * across * wide
     existing = {
         (block, layer, t, h)
@@ -129,7 +131,13 @@ def _check_chunks(array: ArrayMeta, member: Member, report: Report) -> None:
     )
 
 
-def _check_shards(array: ArrayMeta, files: Mapping[tuple[int, ...], int], member: Member, report: Report) -> None:
+def _check_shards(
+    array: ArrayMeta,
+    files: Mapping[tuple[int, ...], int],
+    lengths: int | NDArray[np.integer],
+    member: Member,
+    report: Report,
+) -> None:
     """Checks the index of each local shard: its checksum, places inside of the file, and chunks for all stored tokens.
 
     Only of the form that all libraries write by default, plain numbers with a checksum at the end. Others are checked when they are
@@ -139,7 +147,6 @@ def _check_shards(array: ArrayMeta, files: Mapping[tuple[int, ...], int], member
     size = 16 * math.prod(per_shard) + 4
     if size > _MOST_INDEX or not _is_usual_index(json.loads(array.json)["codecs"][0]["configuration"]):
         return
-    lengths = member.lengths[member.arrays.index(array)]
     tokens = np.broadcast_to(np.asarray(lengths, np.int64), (member.n,))
     for coords, file_size in files.items():
         path = array.path_of(coords)

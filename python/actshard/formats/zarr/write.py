@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard.base._arguments import NUMPY_BY_NAME, many
 from actshard.base.codes import Remark
-from actshard.base.errors import ArgumentError
+from actshard.base.errors import ArgumentError, OverflowWarning, warn
 from actshard.base.location import Location
 from actshard.base.work import make_folder, record_files, refuse_other, sync_folders, write_json
 from actshard.formats.row_scales import KINDS, WORDS, RowScaling
@@ -56,6 +56,8 @@ _SMALL_CHUNK = 1 << 20
 """Samples per chunk of a per-sample array, so that most have one chunk."""
 OWN_ATTRIBUTES = ("num_layers", "hidden_size", "T_max", "dtype", "activation_chunks", "layers", SCALED)
 """Attributes that describe the arrays."""
+_CLIPPED = 1e-3
+"""Share of clipped values above which a writer warns: fewer change the error little."""
 
 
 class ZarrTarget(Target):
@@ -288,6 +290,13 @@ class ZarrTarget(Target):
         arrays: dict[str, dict[str, Any]] = {NODE: self.chunks.meta(shape, tokens, stored)}
         if self.scaling is not None:
             self._scales(self.scaling, shape, tokens, arrays)
+            clipped = self.scaling.loss.saturated
+            if clipped > _CLIPPED * self.scaling.loss.values and self.scaling.source.startswith("the first"):
+                warn(
+                    f"{self.root}: {clipped:,} of {self.scaling.loss.values:,} values are beyond the scales, which are those of "
+                    f"{self.scaling.source}, and were clipped. scales='token' needs none; convert() takes those of all rows",
+                    OverflowWarning,
+                )
         self._small(
             Placed("seq_len", (len(examples),), np.dtype(np.int32), lambda part: tokens[part].astype(np.int32)), arrays
         )
