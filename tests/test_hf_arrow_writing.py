@@ -327,14 +327,14 @@ def listed(path: Path, **change: Any) -> Path:
     [
         ({"columns": []}, "field 'actshard.columns': expected a list of columns of vectors"),
         ({"columns": ["layer_7", "text", "last"]}, "field 'actshard.columns'"),
-        ({"columns": ["last"] * 3}, "field 'actshard.base.layers': expected a layer for every column"),
+        ({"columns": ["last"] * 3}, "field 'actshard.layers': expected a layer for every column"),
         (
             {"columns": ["layer_7", "vector", "last"]},
             "expected columns of one kind, size and dtype, found vector next to",
         ),
-        ({"layers": [1, 2]}, "field 'actshard.base.layers'"),
+        ({"layers": [1, 2]}, "field 'actshard.layers'"),
         ({"layers": [1, 1, 2]}, "layers: expected different names"),
-        ({"layers": 5}, "field 'actshard.base.layers'"),
+        ({"layers": 5}, "field 'actshard.layers'"),
     ],
 )
 def test_a_list_of_layers_that_does_not_fit_is_refused(tmp_path: Path, change: dict[str, Any], said: str) -> None:

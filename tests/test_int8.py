@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from pathlib import Path
@@ -400,3 +401,34 @@ def test_verify_finds_damaged_scales_of_rows(version: int, tmp_path: Path) -> No
     for data in (whole[:4], b"", None):
         scales.unlink() if data is None else scales.write_bytes(data)
         assert not actshard.verify(tmp_path / "d").ok, data
+
+
+@pytest.mark.parametrize("kind", ["channel", "token", "block32"])
+@pytest.mark.parametrize(("version", "in_place"), [(2, False), (3, False), (3, True)])
+def test_codes_are_never_read_with_the_scales_of_another_dataset(
+    kind: str, version: int, in_place: bool, tmp_path: Path
+) -> None:
+    """A dataset that is replaced while it is open has its old rows, its new ones, or an error."""
+    rows = np.random.default_rng(0).standard_normal((2, 6, 1, 40, 32)).astype(np.float32)
+    rows[1] *= 100
+    for name, values in zip(("d", "other"), rows, strict=True):
+        with actshard.create(
+            tmp_path / name, "zarr", layers=[0], d_model=32, dtype="int8", scales=kind, version=version, chunk_tokens=8
+        ) as writer:
+            writer.append(values)
+    old, new = (actshard.open(tmp_path / name, io="pread").layer(0)[:].copy() for name in ("d", "other"))
+    store = actshard.open(tmp_path / "d")
+    assert np.array_equal(store.gather(0, [0], [0]), old[0, :1])
+    if in_place:
+        for file in sorted((tmp_path / "other").rglob("*")):
+            if file.is_file():
+                (tmp_path / "d" / file.relative_to(tmp_path / "other")).write_bytes(file.read_bytes())
+    else:
+        (tmp_path / "d").rename(tmp_path / "gone")
+        (tmp_path / "other").rename(tmp_path / "d")
+    for example in range(6):
+        for token in range(0, 40, 4):
+            place = (example, token)
+            with contextlib.suppress(actshard.FormatError):  # it was replaced
+                row = store.gather(0, [example], [token])[0]
+                assert np.array_equal(row, old[place]) or np.array_equal(row, new[place]), place

@@ -220,7 +220,7 @@ def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
     return None if name is None else {b"dtype": name}
 
 
-def _column(name: str, values: Any, n: int, examples: GivenExamples | None) -> tuple[pa.Field, pa.Array]:
+def _column(name: str, values: Any, n: int, examples: GivenExamples | None = None) -> tuple[pa.Field, pa.Array]:
     """Converts a column to Arrow. Rows of a (batch, tokens) array lose their padding."""
     import pyarrow as pa
 

@@ -256,9 +256,13 @@ impl ChunkFiles {
 
     /// The shard of an inner chunk, which stays open, and the chunk's number in it.
     fn shard(&self, file: u64, array: &CodedArray) -> Result<(Arc<ShardFile>, usize)> {
-        let grid = &self.array(file).0;
+        let (grid, chunks) = self.array(file);
         let indices = grid.indices(file);
         let (number, unit) = array.place_of(&indices)?;
+        if chunks.scales.is_some() && self.shards.kept(grid.first() + number).is_some_and(|shard| !shard.is_same()) {
+            let detail = "it was written again, and scales of its codes were read before";
+            return Err(replaced(&chunks.location(indices), detail));
+        }
         let open = || {
             self.check_folder(self.array_of(file))?;
             let store = if array.plain().is_some() { &self.plain_shards } else { &self.store };
@@ -360,6 +364,10 @@ impl ChunkFiles {
         watch: Watch<'_>,
     ) -> Result<Vec<Option<Arc<Buffer>>>> {
         let ScaleSource::Chunks(array) = scales.source() else { return Ok(vec![None; numbers.len()]) };
+        // The codes may be those of a shard that stays open: scales of another dataset under its name are not theirs.
+        if let Some(number) = numbers.first() {
+            self.check_folder(self.array_of(*number))?;
+        }
         let bytes = scales.chunk_bytes(grid.chunk()[2]);
         let keys: Vec<UnitKey> = numbers.iter().map(|number| self.scale_key(*number)).collect();
         let indices: Vec<[u64; 4]> = numbers.iter().map(|number| grid.indices(*number)).collect();
