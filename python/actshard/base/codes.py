@@ -549,7 +549,7 @@ CALLS: tuple[Code, ...] = (
         "examples-left-out",
         WARNING,
         'Files of examples are missing, unfinished or damaged, and incomplete="skip" opened the dataset without them.',
-        "These examples have no tokens; all others keep their numbers.",
+        "These examples have no tokens; others move only where files are in the order of their names.",
         'open the dataset again when its writer has finished; without incomplete="skip", reading these examples is an error',
     ),
     Code(
