@@ -165,8 +165,8 @@ def add_and_die(path: Path, at: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         replace(*arguments, **options)
 
-    os.replace = dies  # type: ignore[assignment]
-    Path.replace = dies  # type: ignore[assignment,method-assign,return-value]
+    os.replace = dies  # type: ignore[assignment]  # replaced in this process only, which ends
+    Path.replace = dies  # type: ignore[assignment,method-assign,return-value]  # likewise
     store = actshard.open(path)
     store.extend_columns({"b": np.arange(len(store))})
 

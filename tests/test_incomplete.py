@@ -99,7 +99,7 @@ def test_other_formats_refuse_skip(tmp_path: Path) -> None:
     ):
         actshard.open(tmp_path / "d", incomplete="skip")
     with pytest.raises(actshard.ArgumentError, match="incomplete: expected 'error' or 'skip', found 'no'"):
-        actshard.open(tmp_path / "d", incomplete="no")  # type: ignore[arg-type]
+        actshard.open(tmp_path / "d", incomplete="no")  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_numbers_far_apart_are_refused(tmp_path: Path) -> None:

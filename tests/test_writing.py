@@ -525,7 +525,7 @@ def test_a_dataset_killed_before_its_first_commit_can_be_given_up_and_begun_agai
     wanted = examples([3, 3])
     pid = os.fork()
     if pid == 0:  # dies with uncommitted files on disk
-        actshard.base.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        actshard.base.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]  # of this child only
         with actshard.create(tmp_path / "d", format, layers=LAYERS, d_model=WIDTH) as writer:
             writer.append(wanted)
             writer.flush()
@@ -564,7 +564,7 @@ def test_no_file_of_examples_that_were_never_committed_stays(
         writer.abort()
     pid = os.fork()
     if pid == 0:  # dies after the files are renamed, before the journal counts them
-        actshard.base.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]
+        actshard.base.work.Journal.commit = lambda *_: os._exit(9)  # type: ignore[attr-defined,method-assign]  # of this child only
         with actshard.create(tmp_path / "d", format, resume=True, **call) as writer:
             writer.append(wanted[2:])
             writer.flush()

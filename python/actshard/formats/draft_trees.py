@@ -86,8 +86,10 @@ class DraftTree:
         """
         numbered, name = self.missing_files(root, files)
         if numbered.missing > numbered.count + _MOST_MISSING:
-            found = f"{numbered.missing:,} between {numbered.count:,} files"
-            raise FormatError(f"expected at most {_MOST_MISSING:,} missing numbers, found {found}", path=root)
+            raise FormatError(
+                f"expected at most {_MOST_MISSING:,} missing numbers, found {numbered.missing:,} between {numbered.count:,} files",
+                path=root,
+            )
         series = self.series or self.example
         neighbors = {tuple(numbers[n] for n in series): (numbers, path) for numbers, path in files}
         missing: list[NumberedFile] = []

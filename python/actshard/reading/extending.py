@@ -107,57 +107,61 @@ class _ExtendedTable:
 
     def columns(self, names: Sequence[str]) -> pa.Table:
         """:attr:`Contents.columns` of both."""
-        own_names = self._own(names)
-        return self._merge(names, self.contents.columns(own_names) if own_names else None, lambda _: self.added)
+        format_names = self._of_format(names)
+        return self._merge(names, self.contents.columns(format_names) if format_names else None, lambda _: self.added)
 
     def of_unit(self, unit: int) -> pa.Table:
         """:attr:`Contents.unit_columns` of both."""
         assert self.contents.unit_columns is not None, "used only if the format has it"
         assert self.contents.units is not None, "likewise"
-        own, first = self.contents.unit_columns(unit), self.contents.units[unit]
-        return self._merge((*own.column_names, *self.names), own, lambda n: self.added.slice(first, n))
+        format_table, first = self.contents.unit_columns(unit), self.contents.units[unit]
+        return self._merge(
+            (*format_table.column_names, *self.names), format_table, lambda n: self.added.slice(first, n)
+        )
 
     def head(self, names: Sequence[str], n: int) -> pa.Table:
         """:attr:`Contents.head_columns` of both."""
         assert self.contents.head_columns is not None, "used only if the format has it"
-        own_names = self._own(names)
-        own = self.contents.head_columns(own_names, n) if own_names else None
-        return self._merge(names, own, lambda count: self.added.slice(0, n if count is None else count))
+        format_names = self._of_format(names)
+        format_table = self.contents.head_columns(format_names, n) if format_names else None
+        return self._merge(names, format_table, lambda count: self.added.slice(0, n if count is None else count))
 
     def batches(self, names: Sequence[str]) -> Iterator[pa.Table]:
         """:attr:`Contents.column_batches` of both."""
         assert self.contents.column_batches is not None, "used only if the format has it"
-        own_names, first = self._own(names), 0
-        if not own_names:
+        format_names, first = self._of_format(names), 0
+        if not format_names:
             yield self.columns(names)
             return
-        for own in self.contents.column_batches(own_names):
-            yield self._merge(names, own, partial(self.added.slice, first) if len(own_names) < len(names) else None)
-            first += own.num_rows
+        for format_table in self.contents.column_batches(format_names):
+            yield self._merge(
+                names, format_table, partial(self.added.slice, first) if len(format_names) < len(names) else None
+            )
+            first += format_table.num_rows
 
     def of_examples(self, names: Sequence[str], numbers: NDArray[np.int64]) -> pa.Table:
         """:attr:`Contents.example_columns` of both."""
         assert self.contents.example_columns is not None, "used only if the format has it"
-        own_names = self._own(names)
-        own = self.contents.example_columns(own_names, numbers) if own_names else None
-        return self._merge(names, own, lambda _: picked(self.added, numbers))
+        format_names = self._of_format(names)
+        format_table = self.contents.example_columns(format_names, numbers) if format_names else None
+        return self._merge(names, format_table, lambda _: picked(self.added, numbers))
 
-    def _own(self, names: Sequence[str]) -> list[str]:
+    def _of_format(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name not in self.names]
 
     def _merge(
-        self, names: Sequence[str], own: pa.Table | None, added: Callable[[int | None], pa.Table] | None
+        self, names: Sequence[str], format_table: pa.Table | None, added: Callable[[int | None], pa.Table] | None
     ) -> pa.Table:
         """Columns in the requested order. ``added`` returns the added ones, of as many rows as the own ones have."""
         import pyarrow as pa
 
-        if own is not None and all(name not in self.names for name in names):
-            return own
-        if own is not None:  # which may have columns that were not known when the dataset was opened
-            names = [*names, *(name for name in own.column_names if name not in names)]
+        if format_table is not None and all(name not in self.names for name in names):
+            return format_table
+        if format_table is not None:  # which may have columns that were not known when the dataset was opened
+            names = [*names, *(name for name in format_table.column_names if name not in names)]
         assert added is not None, "left out only if none is requested"
-        added_table = added(None if own is None else own.num_rows)
-        tables = [added_table if name in self.names or own is None else own for name in names]
+        added_table = added(None if format_table is None else format_table.num_rows)
+        tables = [added_table if name in self.names or format_table is None else format_table for name in names]
         fields = [table.schema.field(name) for name, table in zip(names, tables, strict=True)]
         values = [table[name] for name, table in zip(names, tables, strict=True)]
         return pa.Table.from_arrays(values, schema=pa.schema(fields)) if fields else rows_only(added_table.num_rows)

@@ -251,9 +251,9 @@ class Tokenized:
             rows: number of rows by shard.
             elements: number of elements by shard and field.
         """
-        whole = recipe.ledger(rows, elements, {}, None)
-        folders = [(whole, recipe.storage)] if recipe.layout == CONSOLIDATED else []
-        size, files = (0, 0) if folders else (_ledger_size(whole, rows), 1)
+        cache_ledger = recipe.ledger(rows, elements, {}, None)
+        folders = [(cache_ledger, recipe.storage)] if recipe.layout == CONSOLIDATED else []
+        size, files = (0, 0) if folders else (_ledger_size(cache_ledger, rows), 1)
         for shard in recipe.kept:
             ledger = shard_ledger(shard, rows[shard], elements[shard], "0" * 32, 0, recipe.metadata)
             folders.append((ledger, recipe.shard_storage))
