@@ -233,7 +233,7 @@ def run_merge(root: Path, request: MergeRequest) -> Path:
             write_json(marker, {**fields, "finished": True, "place": os.path.relpath(dataset_path, root)})
         if plan.move:
             _remove_parts(root, frozenset(fields["own"]))
-        _leave(root)
+        _remove_work(root)
         check_opens(dataset_path, plan.format)
     finally:
         lock.release()
@@ -308,18 +308,28 @@ def _empty(root: Path, gone: Path, own_names: Set[str]) -> None:
 
 
 def _leave(root: Path) -> None:
+    """As :func:`_remove_work`, of a merge that raises another error."""
+    with contextlib.suppress(ActshardError):
+        _remove_work(root)
+
+
+def _remove_work(root: Path) -> None:
     """Removes the merge's files from the working folder, and the folder and the dataset's if they are empty.
 
-    Other files there belong to plans and writers. The marker is removed last: resuming needs it.
+    Other files there belong to plans and writers.
+
+    Raises:
+        FileAccessError: a file cannot be removed. The marker, which is removed last, stays: the dataset would not open as finished,
+            and the next call continues from it.
     """
     folder = root / FOLDER
-    with contextlib.suppress(OSError):
+    with boundary(folder, "remove"):
         gone = folder / _GONE
         if gone.is_dir():
             shutil.rmtree(gone)
         (folder / LOCK).unlink(missing_ok=True)
-        # If anything above failed, the marker stays and the next call continues from it.
         (folder / _MARKER).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty
         folder.rmdir()
         root.rmdir()
 

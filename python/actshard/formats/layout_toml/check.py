@@ -32,9 +32,8 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     for number, (_, path) in enumerate(files):
         tell("files", number, len(files))
         report.count("files")
-        with report.noting(path):
-            report.count("bytes", path.regular("read").size)
         try:
+            report.count("bytes", path.regular("read").size)
             _check_file(path, kind_of(path.name, part), report)
             open_files([path], part)
         except ActshardError as error:
@@ -70,7 +69,7 @@ def _check_file(path: Location, kind: str, report: Report) -> None:
         check_torch(file, report)
     elif kind == "npz" and report.deep and path.is_local:
         try:
-            with zipfile.ZipFile(path.local) as archive:
+            with path.open("read") as file, zipfile.ZipFile(file) as archive:
                 damaged = archive.testzip()
         # zipfile raises NotImplementedError for methods of compression that it lacks.
         except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:

@@ -175,7 +175,7 @@ def is_being_written(lock: Location) -> bool:
     import fcntl
 
     try:
-        descriptor = os.open(lock.local, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(lock.local, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe is opened without waiting
     except (FileNotFoundError, PermissionError):  # of another user: the file's header shows whether it is whole
         return False
     except OSError as error:
