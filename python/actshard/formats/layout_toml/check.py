@@ -69,7 +69,7 @@ def _check_file(path: Location, kind: str, report: Report) -> None:
         check_torch(file, report)
     elif kind == "npz" and report.deep and path.is_local:
         try:
-            with path.open("read") as file, zipfile.ZipFile(file) as archive:
+            with path.open("read") as stream, zipfile.ZipFile(stream) as archive:
                 damaged = archive.testzip()
         # zipfile raises NotImplementedError for methods of compression that it lacks.
         except (zipfile.BadZipFile, OSError, NotImplementedError, RuntimeError, ValueError) as error:
