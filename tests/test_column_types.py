@@ -19,6 +19,7 @@ import pyarrow as pa
 import pytest
 
 import actshard
+from actshard.base._columns import pick_rows
 from actshard.formats.npy.write import NpyTarget
 from actshard.formats.tables import IncompatibleTypesError, cast_exactly, common_schema, common_type
 from actshard.formats.target import AllExamples, Spec
@@ -483,3 +484,44 @@ def test_a_type_that_the_writer_of_files_lacks_is_refused_by_append(format: str,
             writer.append(rows(2), columns={"x": pa.array([{}, {}], pa.struct([]))})
         writer.append(rows(2), columns={"x": [1, 2]})
     assert actshard.open(tmp_path / "d").table["x"].to_pylist() == [1, 2]
+
+
+NESTED = {
+    "texts": pa.array([f"text {i}" * (i % 5) for i in range(40)]),
+    "bytes": pa.array([None if i % 7 == 0 else bytes([i]) * i for i in range(40)], pa.large_binary()),
+    "lists": pa.array([None if i % 9 == 0 else [[j] * (i % 4) for j in range(i % 6)] for i in range(40)]),
+    "pairs": pa.array([[i, i + 1] for i in range(40)], pa.list_(pa.int16(), 2)),
+    "maps": pa.array([[(str(i), i)] * (i % 3) for i in range(40)], pa.map_(pa.string(), pa.int32())),
+    "structs": pa.array([{"a": i, "b": [i] * (i % 4)} for i in range(40)]),
+    "categories": pa.array([str(i % 3) for i in range(40)]).dictionary_encode(),
+    "nothing": pa.nulls(40),
+}
+
+
+@pytest.mark.parametrize("numbers", [[], [5], [3, 4, 5], [1, 7, 39], [9, 0, 9, 39, 2]])
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_rows_of_a_table_are_picked_in_their_order(numbers: list[int], chunks: int) -> None:
+    table = pa.table(NESTED)
+    table = pa.concat_tables([table.slice(first, -(-40 // chunks)) for first in range(0, 40, -(-40 // chunks))])
+    rows = table.to_pylist()
+    assert pick_rows(table, np.array(numbers, np.int64)).to_pylist() == [rows[number] for number in numbers]
+
+
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["lists", "bytes"])
+def test_picked_rows_may_have_more_elements_than_32_bit_offsets_count(as_bytes: bool) -> None:
+    """pyarrow's take() returns such lists with negative offsets, and raises for bytes."""
+    half = 1 << 30
+    offsets = np.array([0, half, half + 8], np.int32)
+    values = np.zeros(half + 8, np.int8)  # the system gives pages of zeros only when they are written
+    column = (
+        pa.Array.from_buffers(pa.binary(), 2, [None, pa.py_buffer(offsets), pa.py_buffer(values)])
+        if as_bytes
+        else pa.ListArray.from_arrays(pa.array(offsets), pa.array(values))
+    )
+    picked = pick_rows(pa.table({"values": column}), np.array([1, 0, 0, 0, 1]))
+    lengths = []
+    for chunk in picked["values"].chunks:
+        all_offsets = np.frombuffer(chunk.buffers()[1], np.int32)
+        lengths += np.diff(all_offsets[chunk.offset : chunk.offset + len(chunk) + 1]).tolist()
+    assert lengths == [8, half, half, half, 8]
+    picked.validate(full=True)

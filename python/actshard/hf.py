@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from actshard.base import _arguments
+from actshard.base._columns import pick_rows
 from actshard.base.errors import ArgumentError, DtypeError, ExistsError, MissingExtraError, NotStoredError, boundary
 from actshard.base.layers import Layer
 from actshard.streaming import Stream
@@ -170,7 +171,9 @@ class _ArrowRows:
                 values = self._store.gather(self._layer, examples, tokens, dtype=self._dtype)
             columns = {"activation": self._lists(values), "example": examples, "token": tokens}
         table = pa.table(columns)
-        picked = self._columns.take(examples) if self._chosen is not None else self._columns.slice(first, stop - first)
+        picked = (
+            pick_rows(self._columns, examples) if self._chosen is not None else self._columns.slice(first, stop - first)
+        )
         for name in self._columns.column_names:
             table = table.append_column(self._columns.schema.field(name), picked[name])
         return table

@@ -199,9 +199,9 @@ class DraftExamples:
         except NotStoredError as error:
             remedy = "input_ids= and loss_mask= name the columns of token ids and masks; loss_mask=None trains on every token"
             raise NotStoredError(f"{error.detail}. {remedy}", path=self.store.path) from error
-        from actshard.formats.tables import picked
+        from actshard.base._columns import pick_rows
 
-        return picked(self._table, numbers)
+        return pick_rows(self._table, numbers)
 
     def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[np.generic]:
         """Copies the values of the content tokens to the column's dtype. The list has one value per stored or content token."""

@@ -327,13 +327,6 @@ def table_of(names: Sequence[str], parts: Sequence[tuple[Mapping[str, object], i
     return concatenated(tables)[0] if tables else pa.table({name: pa.nulls(0) for name in order})
 
 
-def picked(table: pa.Table, numbers: NDArray[np.int64]) -> pa.Table:
-    """Rows of a table, in this order. Unlike ``take``, it accepts lists of more than 2 GiB in total."""
-    import pyarrow as pa
-
-    return pa.concat_tables([table.slice(number, 1) for number in numbers.tolist()] or [table.slice(0, 0)])
-
-
 def _arrow(values: pa.Array | NDArray[np.generic], n: int) -> pa.Array:
     """Converts a column to pyarrow: integers beyond 64 bits become decimals, values of mixed types JSON strings."""
     import pyarrow as pa

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base._columns import pick_rows
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -77,12 +79,7 @@ class Chosen:
         """The chosen rows of a table."""
         if isinstance(self.numbers, range) and self.numbers.step == 1:
             return table.slice(self.numbers.start, len(self))
-        numbers = self.array()
-        if (np.diff(numbers) > 0).all():  # chunk by chunk; take() fails for texts of more than 2 GiB together
-            flags = np.zeros(table.num_rows, np.bool_)
-            flags[numbers] = True
-            return table.filter(flags)
-        return table.take(numbers)
+        return pick_rows(table, self.array())
 
     def within(self, outer: Chosen) -> Chosen:
         """These positions of another choice, as numbers of the dataset."""

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base._columns import pick_rows
 from actshard.base.errors import ActshardError, ClosedError, NotStoredError, UnsupportedError
 from actshard.base.location import Location
-from actshard.formats.tables import picked, rows_only
+from actshard.formats.tables import rows_only
 from actshard.formats.target import OTHER_TEXT
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ def columns_of(
         if examples is None:
             return contents.columns(names)
         read_rows = contents.example_columns
-        return picked(contents.columns(names), examples) if read_rows is None else read_rows(names, examples)
+        return pick_rows(contents.columns(names), examples) if read_rows is None else read_rows(names, examples)
 
     try:
         return read(requested_names)

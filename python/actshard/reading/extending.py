@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from actshard.base import _arguments
 from actshard.base._arguments import many
+from actshard.base._columns import pick_rows
 from actshard.base.errors import (
     ArgumentError,
     ExistsError,
@@ -31,7 +32,7 @@ from actshard.base.location import Location
 from actshard.base.request import Request
 from actshard.base.work import COLUMNS, COLUMNS_LOCK, LOCK, locked, whole_file
 from actshard.formats.contents import Contents
-from actshard.formats.tables import picked, rows_only
+from actshard.formats.tables import rows_only
 from actshard.formats.target import OTHER_TEXT
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class _ExtendedTable:
         assert self.contents.example_columns is not None, "used only if the format has it"
         format_names = self._of_format(names)
         format_table = self.contents.example_columns(format_names, numbers) if format_names else None
-        return self._merge(names, format_table, lambda _: picked(self.added, numbers))
+        return self._merge(names, format_table, lambda _: pick_rows(self.added, numbers))
 
     def _of_format(self, names: Sequence[str]) -> list[str]:
         return [name for name in names if name not in self.names]

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from actshard._native import Rows
 from actshard.base._arguments import NUMPY_BY_NAME
+from actshard.base._columns import pick_rows
 from actshard.base._json import read_json
 from actshard.base.codes import Remark
 from actshard.base.errors import FormatError
@@ -32,7 +33,6 @@ from actshard.formats.automodel.files import (
 )
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.per_token import TokenColumns
-from actshard.formats.tables import picked
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -214,7 +214,7 @@ class StackedCache:
             head_columns=columns.head,
             column_batches=columns.batches,
             example_columns=lambda names, numbers: (
-                picked(self.read(names), numbers) if PROBS in names else columns.some(names, numbers)
+                pick_rows(self.read(names), numbers) if PROBS in names else columns.some(names, numbers)
             ),
             files=lambda: [shard.place for shard in self.shards],
             model=model if isinstance(model, str) else None,

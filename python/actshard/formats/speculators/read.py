@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._native import Rows
 from actshard.base._arguments import NUMPY_BY_NAME
-from actshard.base._columns import array_of
+from actshard.base._columns import array_of, pick_rows
 from actshard.base._json import read_json, show
 from actshard.base.codes import Remark
 from actshard.base.errors import ActshardError, FormatError, NotStoredError, boundary
@@ -36,7 +36,6 @@ from actshard.formats.speculators.files import (
     data_files,
 )
 from actshard.formats.speculators.keeping import states_of_rows
-from actshard.formats.tables import picked
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -196,7 +195,7 @@ def open(path: Location, options: Options) -> Contents:
         columns=columns,
         head_columns=lambda names, n: columns(names).slice(0, n),
         column_batches=batches,
-        example_columns=lambda names, numbers: picked(columns(names), numbers),
+        example_columns=lambda names, numbers: pick_rows(columns(names), numbers),
         token_columns=_PER_TOKEN,
         files=lambda: [file.place for file in paths],
     )

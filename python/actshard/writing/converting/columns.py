@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
+from actshard.base._columns import pick_rows
 from actshard.base.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.base.layers import Layer
 from actshard.formats.tables import IncompatibleTypesError, common_schema, concatenated
@@ -276,7 +277,7 @@ class Columns:
                     keep = [n for n in keep if n in self.names]
                 keep = [n for n in keep if n not in self.fillers and (self.chosen is None or n in self.chosen)]
                 self._unit = (unit, table.select(keep if self.names else []))
-            return self._unit[1].take(examples - contents.units[unit])
+            return pick_rows(self._unit[1], examples - contents.units[unit])
         names = [n for n in self.names if n not in self.fillers]
         batches = contents.column_batches
         if batches is not None and self._whole is None and names:
@@ -288,11 +289,7 @@ class Columns:
         if self._whole is None:
             self._window = None
             self._whole = self.store.read_columns(names)
-        all_columns = self._whole
-        first, n = int(examples[0]) if len(examples) else 0, len(examples)
-        if n and (np.diff(examples) == 1).all():
-            return all_columns.slice(first, n)
-        return all_columns.take(examples)
+        return pick_rows(self._whole, examples)
 
 
 def _find_token_columns(
@@ -392,9 +389,7 @@ class _Window:
                 raise ArgumentError(
                     f"columns: {mixed[0]!r}: expected values of one type, found several. Convert the values, or use another name."
                 )
-        if (np.diff(examples) == 1).all():
-            return table.slice(low - self._first, len(examples))
-        return table.take(examples - self._first)
+        return pick_rows(table, examples - self._first)
 
 
 def _is_text(kind: pa.DataType) -> bool:
