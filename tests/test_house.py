@@ -42,7 +42,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("writing.given",),
     ("looking.stats", "streaming.quality", "reading.caching", "reading.absent"),
     ("streaming",),
-    ("reading.inputs",),
+    ("reading.inputs", "reading.conditions"),
     (
         "reading.arrays",
         "reading.choosing",

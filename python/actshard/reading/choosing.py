@@ -141,6 +141,10 @@ def resolve(store: Readable, examples: object) -> Chosen:
             raise ArgumentError("filter: expected a function that returns flags or integers, found None as its result")
     if isinstance(examples, range) and (not examples or 0 <= min(examples) <= max(examples) < store.num_examples):
         return Chosen.of(examples)
+    if isinstance(examples, str):
+        from actshard.reading.conditions import parse
+
+        examples = parse(examples, store.table.column_names)
     if _is_expression(examples):
         index, tests = _matching(store, examples), True
     else:

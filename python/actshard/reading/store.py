@@ -327,9 +327,10 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         open while the result is in use.
 
         Args:
-            examples: a pyarrow expression over :attr:`table` (``pc.field("label") == 1``), a function of the table, one bool per
-                example, integers in any order (repeated and negative ones as in numpy), or a slice. Examples for which
-                an expression is null are left out. A mask, a function or an expression that chooses no example warns.
+            examples: a condition over the columns of :attr:`table`, as a text (``"label == 1 and verb in ('run', 'walk')"``; names
+                that are no identifiers in backquotes) or as a pyarrow expression (``pc.field("label") == 1``), a function of the
+                table, one bool per example, integers in any order (repeated and negative ones as in numpy), or a slice. Examples
+                for which a condition is null are left out. A mask, a function or a condition that chooses no example warns.
 
         Raises:
             ArgumentError, OutOfRangeError: the argument has another type; a mask has the wrong length; an expression has an unknown
