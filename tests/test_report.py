@@ -11,11 +11,13 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
 import actshard
+from actshard.base._arguments import shown_bytes
 from actshard.cli import app
 from actshard.looking.examining import massive_rows
 from actshard.looking.reporting.caches import _packing
@@ -225,6 +227,23 @@ def test_a_clean_dataset_has_no_findings(tmp_path: Path) -> None:
     assert "Massive" not in page.text
     told = CliRunner().invoke(app, ["stats", str(tmp_path / "run"), "--quiet"])
     assert "layer 2:" not in told.output
+
+
+def test_the_report_names_the_size_of_the_packed_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = np.random.default_rng(0).normal(size=(64, 1, 16, 64)).astype(ml_dtypes.bfloat16)
+    for name, options in {
+        "flat": {"format": "safetensors"},
+        "packed": {"format": "zarr", "version": 3, "pack": "lossless"},
+    }.items():
+        with actshard.create(tmp_path / name, layers=[2], d_model=64, **options) as writer:
+            writer.append(rows)
+    assert "without loss" not in read(actshard.report(tmp_path / "flat", tmp_path / "r.html")).text  # it is small
+    monkeypatch.setattr("actshard.looking.reporting.activations._LARGE", 1)
+    store = actshard.open(tmp_path / "flat")
+    (form,) = [f for f in actshard.estimate(store) if f.options.get("pack")]
+    text = read(actshard.report(store, tmp_path / "r.html")).text
+    assert f"about {shown_bytes(form.bytes)} without loss, {1 - form.bytes / store.info()['bytes']:.0%} less" in text
+    assert "without loss" not in read(actshard.report(tmp_path / "packed", tmp_path / "r.html")).text
 
 
 def test_tokens_are_coloured_by_their_norm(data: Path, tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -37,10 +39,15 @@ from actshard.plot.norms import spread
 from actshard.reading.store import Store
 from actshard.streaming.selection import Selection
 from actshard.tokens.tokenizer import Tokenizer
+from actshard.writing.converting.previewing import preview
 
 if TYPE_CHECKING:
     from actshard.formats.format import Tell
 
+_LARGE = 64 << 20
+"""Bytes of a dataset from which the report names its packed size."""
+_WORTH = 0.95
+"""The largest share of the present size that is worth a conversion."""
 ReportedRows = tuple[Selection, int | None]
 """The rows to report on, and how many to sample of each layer; None: all."""
 
@@ -173,7 +180,26 @@ def _facts(store: Store) -> Iterator[tuple[str, str]]:
     yield "dtype", about["dtype"]
     if about["bytes"] is not None:
         yield "size", shown_bytes(about["bytes"])
+        if about["ratio"] is not None and (packed := _packed_bytes(store, about["bytes"])) is not None:
+            saved = 1 - packed / about["bytes"]
+            yield (
+                "packed",
+                f'about {shown_bytes(packed)} without loss, {saved:.0%} less: convert to zarr with pack="lossless"',
+            )
     yield "path", cut(about["path"], 200)
+
+
+def _packed_bytes(store: Store, size: int) -> int | None:
+    """Bytes of a dataset as packed Zarr, estimated from a sample; None if that saves little, or cannot be estimated."""
+    if size < _LARGE or not store.layers:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # losses of columns are those of a conversion, which names them
+            packed = preview(store, Path("packed"), "zarr", version=3, pack="lossless")[0]
+    except ActshardError:  # damaged rows, which the report has elsewhere
+        return None
+    return packed.bytes if packed.refused is None and packed.bytes < _WORTH * size else None
 
 
 def _draw(page: Page, store: Store, stats_by_layer: Measured) -> None:
