@@ -76,8 +76,8 @@ def test_a_missing_file_of_a_built_cache_is_an_error(layout: str, file: str, tmp
     missing.unlink()
     with pytest.raises(actshard.MissingFileError, match="incomplete"):
         tokens.open_cache(tmp_path / "c")[7]
-    with pytest.raises(actshard.MissingFileError, match="incomplete"):
-        build(tmp_path / "c", 8, 5, 1, layout)[7]
+    with pytest.raises(actshard.ExistsError, match=r"incomplete.*pass overwrite=True"):
+        build(tmp_path / "c", 8, 5, 1, layout)
     report = actshard.verify(tmp_path / "c")
     assert not report.ok
     assert any(missing == Path(finding.path or "") for finding in report.errors)

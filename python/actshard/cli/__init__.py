@@ -422,7 +422,7 @@ def tokenize_command(
     storage: CacheStorage = "plain",
     dtype: TokenDtype = "",
     jobs: Annotated[
-        int, typer.Option(min=0, help="Number of processes. 0: one per processor, at most one per file.")
+        int, typer.Option(min=0, help="Number of processes, which also divide large files. 0: one per processor.")
     ] = 0,
     skip_errors: SkipErrors = False,
     keep_shards: KeepShards = False,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import typer
 
-from actshard.base.errors import ActshardWarning, ArgumentError
+from actshard.base.errors import ActshardError, ActshardWarning, ArgumentError
 from actshard.base.location import Location
+from actshard.cli._messages import message
 from actshard.reading.finding import existing_anywhere
 
 
@@ -31,9 +33,20 @@ def place(path: str, words: Sequence[str] | None = None, cache: str = "") -> Loc
 
 
 def _located(path: str, options: Mapping[str, str], cache: str) -> Location:
+    with shown_warnings():
+        return existing_anywhere(path, options or None, cache or None)
+
+
+@contextmanager
+def shown_warnings(*listed: str) -> Iterator[None]:
+    """Prints the warnings of calls whose results do not contain them, each once. ``listed``: codes of those that they contain."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", ActshardWarning)
-        location = existing_anywhere(path, options or None, cache or None)
-    for warning in caught:
-        typer.echo(f"actshard: warning: {warning.message}", err=True)
-    return location
+        try:
+            yield
+        finally:
+            shown = [
+                w.message for w in caught if isinstance(w.message, ActshardWarning) and w.message.code not in listed
+            ]
+            for text in dict.fromkeys(map(str, shown)):
+                typer.echo(f"actshard: warning: {message(ActshardError(text))}", err=True)

@@ -66,6 +66,7 @@ from actshard.cli._options import (
     WorkFolder,
 )
 from actshard.cli._output import output
+from actshard.cli._places import shown_warnings
 from actshard.formats import registry
 
 plan_app = typer.Typer(
@@ -275,19 +276,20 @@ def plan_tokenize_command(
     """Plan a token cache. The result is byte-identical to that of `actshard tokenize`."""
     from actshard.cli.tokenize import format_named
 
-    plan = actshard.plan.tokenize(
-        sources or [],
-        cache,
-        tokenizer or None,
-        format_named(form, option or [], chat_template, short=False),
-        tasks=tasks,
-        layout=layout,
-        storage=storage,
-        dtype=dtype or None,
-        on_error="skip" if skip_errors else "raise",
-        keep_shards=keep_shards,
-        work=work or None,
-    )
+    with shown_warnings():
+        plan = actshard.plan.tokenize(
+            sources or [],
+            cache,
+            tokenizer or None,
+            format_named(form, option or [], chat_template, short=False),
+            tasks=tasks,
+            layout=layout,
+            storage=storage,
+            dtype=dtype or None,
+            on_error="skip" if skip_errors else "raise",
+            keep_shards=keep_shards,
+            work=work or None,
+        )
     _write_plan(plan, out, replace, no_measure, json)
 
 

@@ -12,6 +12,7 @@ from actshard.base._arguments import local_path, many
 from actshard.base.errors import ActshardError, ArgumentError
 from actshard.base.location import Location
 from actshard.cli._format import console, one_line
+from actshard.cli._places import shown_warnings
 from actshard.cli._progress import progress
 from actshard.cli._tables import TableColumn, show_table
 from actshard.cli.convert import options_named
@@ -38,9 +39,11 @@ def run(
     """Builds one cache."""
     folder = local_path(out, "--out", WRITE_HERE)
     with progress(folder.name, quiet=quiet) as watch:
-        build = Build(sources, folder, tokenizer or None, form, BuildOptions(**options), watch.build)
+        with shown_warnings():
+            build = Build(sources, folder, tokenizer or None, form, BuildOptions(**options), watch.build)
         began = time.monotonic()
-        cache = build.run()
+        with shown_warnings("records-skipped"):
+            cache = build.run()
     seconds = round(time.monotonic() - began, 2)
     return {
         **_about(cache),
@@ -58,7 +61,7 @@ def run_config(file: str, components: list[str] | None, *, quiet: bool, **option
     for plan in chosen:
         plan.check_free()
     for plan in chosen:
-        with progress(f"{plan.component}/{plan.split}", quiet=quiet) as watch:
+        with progress(f"{plan.component}/{plan.split}", quiet=quiet) as watch, shown_warnings():
             summaries.append(_summary(config.build_plan(plan, watch.build, **options)))
     return summaries
 

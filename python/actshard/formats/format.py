@@ -34,6 +34,7 @@ Room = Literal[
     "begun",
     "target",
     "check",
+    "check_listing",
     "check_copy",
     "merger",
     "carrying",
@@ -210,6 +211,17 @@ class Format:
         check = self._in_room("check")
         if check is not None:
             check(Location.at(path), report, tell)
+
+    def check_listing(self, source: Path | Location, names: Collection[str]) -> None:
+        """Raises MissingFileError if files that a dataset lists are not among the names that were listed in its folder.
+
+        Args:
+            source: the dataset.
+            names: names of its files, relative to it.
+        """
+        check = self._in_room("check_listing")
+        if check is not None:
+            check(Location.at(source), names)
 
     def check_copy(self, folder: Path | Location, source: Path | Location, names: Collection[str]) -> None:
         """Compares copied files with the checksums in a dataset; removes all that differ, and raises FormatError for the first.

@@ -155,6 +155,7 @@ def _make_plan(
     tokenizer = None if travels is None else travels.tokenizer
     rows = options.of_rows()
     process = processor_of(form, tokenizer, rows)
+    warn_of_no_eos(root, form, tokenizer, options.enforce_eos)
     files = tuple(SourceFile(_arguments.local_path(source.path, "sources"), source.shard) for source in sources)
     for file in files:
         Location.at(file.path).regular("plan to read")  # not a pipe, which can be read only once

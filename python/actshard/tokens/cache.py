@@ -76,7 +76,7 @@ class TokenCache:
     """Rows of an open token cache. Create one with :func:`open_cache`.
 
     ``cache[i]`` is a row: a dict of numpy arrays by field, read-only views where data are stored plain. A cache can be pickled
-    (by its path; a remote one with its ledger and options) and used after a fork and from many threads.
+    (by its path, ledger and options; FormatError if it was replaced meanwhile) and used after a fork and from many threads.
 
     Attributes:
         path: the cache's folder.
@@ -122,7 +122,7 @@ class TokenCache:
 
     def __reduce__(self) -> tuple[object, ...]:
         root, io, memory = self._open_arguments
-        return (_reopen, (root, io, memory, None if root.is_local else self.ledger))
+        return (_reopen, (root, io, memory, self.ledger))
 
     def _open(self, name: str) -> _native.TokenField:
         parts: list[tuple[str | os.PathLike[str], tuple[int, int] | None]]
@@ -170,7 +170,7 @@ class TokenCache:
         return rows
 
     def _missing_files(self) -> tuple[Remark, ...]:
-        """Warnings of missing files, which read as zeros. Shards are checked when they are read.
+        """Warnings of missing files, which read as zeros. Shards of caches without gaps are checked when they are read.
 
         Raises:
             MissingFileError: the ledger is that of a writer which leaves out no file.
@@ -307,6 +307,15 @@ def _check_pushed(root: Location) -> None:
 def _reopen(root: Location, io: str, memory: int | str, ledger: Ledger | None = None) -> TokenCache:
     if ledger is None:
         return TokenCache(root, io=io, memory=memory)
+    if root.is_local:
+        current = ledgers.read(root)
+        if current != ledger:
+            raise FormatError(
+                "the cache was replaced after it was opened and pickled: numbers and orders of its rows would be those of other "
+                "rows. Open it again, and make datasets and streams from that",
+                path=root / ledgers.NAME,
+            )
+        ledger = current  # the version of the file is this machine's
     cache = TokenCache.__new__(TokenCache)
     cache._begin(root, io, memory, ledger)
     return cache

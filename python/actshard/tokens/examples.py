@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, FormatError, NotStoredError, warn
+from actshard.base.location import Location
 from actshard.tokens.cache import TOKENS, TokenCache
 from actshard.tokens.stream import Streamed
 
@@ -115,6 +116,8 @@ class TokenSeqDataset(Streamed):
         input_ids_key: the field of tokens; default: the cache's ``token_field``.
     """
 
+    settings: ClassVar[tuple[str, ...]] = ("seq_len", "input_ids_key", "loss_weights_key")
+
     def __init__(
         self, cache: TokenCache, seq_len: int, loss_weights_key: str | None = None, *, input_ids_key: str | None = None
     ) -> None:
@@ -125,12 +128,9 @@ class TokenSeqDataset(Streamed):
         tokens = self._tokens
         self._length = tokens.num_elements // self.seq_len if tokens else 0
         if loss_weights_key is not None and tokens is not None:
-            weight_count = cache.field(loss_weights_key).num_elements
-            if weight_count != tokens.num_elements:
-                raise FormatError(
-                    f"field '{loss_weights_key}' has {weight_count} elements, '{self.input_ids_key}' {tokens.num_elements}",
-                    path=cache.path,
-                )
+            _check_lengths(
+                cache, [self.input_ids_key, loss_weights_key], totals_only=not Location.at(cache.path).is_local
+            )
 
     def __len__(self) -> int:
         return self._length
@@ -207,6 +207,8 @@ class CausalLmDataset(Streamed):
         block_cross_document_attention: False leaves segment ids out.
     """
 
+    settings: ClassVar[tuple[str, ...]] = ("windows", "eos_id", "block_cross_document_attention")
+
     def __init__(
         self, windows: TokenSeqDataset, *, eos_id: int | None = None, block_cross_document_attention: bool = True
     ) -> None:
@@ -258,6 +260,17 @@ def segments_of(pack: bool | int | str | None) -> int:
 class _Packed(Streamed):
     """Examples of whole rows, packed greedily in order: a row goes to the current example if it fits, else to a new one."""
 
+    settings: ClassVar[tuple[str, ...]] = (
+        "max_length",
+        "max_segments",
+        "slice_strategy",
+        "block_cross_document_attention",
+        "loss_mask_padding",
+        "_loss",
+        "_input_ids_key",
+        "_loss_key",
+    )
+
     def __init__(
         self,
         cache: TokenCache,
@@ -287,13 +300,7 @@ class _Packed(Streamed):
     def _plan(self, cache: TokenCache, input_ids_key: str, loss_key: str | None) -> None:
         keys = [input_ids_key] + [key for key in (loss_key, *self._also(cache)) if key and key != input_ids_key]
         empty = _field_or_empty(cache, input_ids_key) is None
-        fields = [] if empty else [cache.field(key) for key in dict.fromkeys(keys)]
-        if len({f.num_elements for f in fields}) > 1 or not _equally_long(fields):
-            raise FormatError(
-                f"the rows of {' and '.join(repr(key) for key in dict.fromkeys(keys))} have different lengths, so their values "
-                "belong to other tokens; `actshard verify` names the first row",
-                path=cache.path,
-            )
+        fields = [] if empty else _check_lengths(cache, list(dict.fromkeys(keys)))
         flat = _native.pack_rows(fields[:1], self.max_length, self.max_segments, self.slice_strategy)
         self.pack_ranges: NDArray[np.int64] = flat.reshape(-1, 2)
         """Start and end row of each example, end exclusive: (n, 2) int64."""
@@ -330,6 +337,21 @@ class _Packed(Streamed):
 
     def __getitem__(self, index: int) -> TokenBatch:
         return self.get_batch([index])
+
+
+def _check_lengths(cache: TokenCache, keys: Sequence[str], *, totals_only: bool = False) -> list[_native.TokenField]:
+    """Fields whose values belong together, token by token. Raises FormatError if a row has another length in one of them.
+
+    Compares all offsets, or with ``totals_only`` only their ends: windows of a remote cache need no offsets.
+    """
+    fields = [cache.field(key) for key in keys]
+    if len({field.num_elements for field in fields}) > 1 or not (totals_only or _equally_long(fields)):
+        raise FormatError(
+            f"the rows of {' and '.join(map(repr, keys))} have different lengths, so their values belong to other tokens; "
+            "`actshard verify` names the first row",
+            path=cache.path,
+        )
+    return fields
 
 
 def _equally_long(fields: list[_native.TokenField]) -> bool:
@@ -403,6 +425,8 @@ class ChatDataset(_Packed):
         loss_mask_padding: as for :class:`PackedTokenDataset`.
     """
 
+    settings: ClassVar[tuple[str, ...]] = (*_Packed.settings, "mask_user_turns", "_masks_key")
+
     def __init__(
         self,
         cache: TokenCache,
@@ -447,6 +471,14 @@ class PrebuiltLmDataset(Streamed):
         eos_id: the token that ends a document; None: no segment ids.
         block_cross_document_attention: False leaves segment ids out.
     """
+
+    settings: ClassVar[tuple[str, ...]] = (
+        "seq_len",
+        "input_ids_key",
+        "loss_weights_key",
+        "eos_id",
+        "block_cross_document_attention",
+    )
 
     def __init__(
         self,

@@ -137,6 +137,20 @@ def checksums_in(folder: Location, ledger: Ledger) -> dict[str, str]:
     return {file.relative_to(folder): crc for file, crc in zip(files, checksums_of(files), strict=True)}
 
 
+def listed_files(folder: Location, ledger: Ledger) -> list[str]:
+    """Paths of the data files that the checksums of a local cache list; without any, none is known."""
+    if ledger.layout != SHARDED:
+        return list(ledger.checksums)
+    return [f"{shard}/{name}" for shard in summed_shards(ledger) for name in read(folder / shard).checksums]
+
+
+def check_files(folder: Location, ledger: Ledger) -> None:
+    """Raises MissingFileError for the first data file of a local cache that its checksums list and that is not there."""
+    for name in listed_files(folder, ledger):
+        if not (folder / name).exists():
+            raise MissingFileError("the file is missing, so the cache is incomplete", path=folder / name)
+
+
 def summed_shards(ledger: Ledger) -> tuple[str, ...]:
     """The shards whose ledgers contain the checksums of files of a cache. Those left in a consolidated cache do not."""
     return ledger.finished_shards if ledger.layout == SHARDED and ledger.checksums else ()

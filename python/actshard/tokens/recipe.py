@@ -19,6 +19,7 @@ import numpy as np
 
 from actshard.base import errors
 from actshard.base.errors import ExistsError
+from actshard.base.location import Location
 from actshard.tokens import formats, placing
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.formats import ChatFormat, RowFormat
@@ -107,7 +108,11 @@ class Recipe:
             raise ExistsError(f"an unreadable cache exists ({error.detail}); {remedy}", path=out) from error
         differs = self._difference(ledger)
         if differs is None:
-            return ledger
+            try:
+                ledgers.check_files(Location.at(out), ledger)
+                return ledger
+            except errors.ActshardError as error:  # of a shard's ledger, or a missing file
+                differs = f"is damaged ({error})"
         if not overwrite:
             raise ExistsError(f"a finished cache exists that {differs}; {remedy}", path=out)
         return None

@@ -471,14 +471,19 @@ def expand(sources: str | os.PathLike[str] | Iterable[object]) -> list[AnySource
             RowSource(_shard(i, o.shard), o.begin, o.told or o.shard, o.what) for i, o in enumerate(row_sources)
         ]
         return expanded
+    real_paths: dict[str, str] = {}
+    for path in paths:
+        real_path = os.path.realpath(path)
+        if real_path in real_paths:
+            also = "" if real_paths[real_path] == path else f", also as {real_paths[real_path]}"
+            raise ArgumentError(f"sources: expected each file once, found {path} twice{also}")
+        real_paths[real_path] = path
     prefix = os.path.dirname(paths[0]) if len(paths) == 1 else os.path.commonprefix(paths)  # noqa: PTH120, RUF071 -- by characters, as Levanter does
     names = [path[len(prefix) :].removeprefix("/") for path in paths]
     shards = [_shard(i, name) for i, name in enumerate(names)]
     dotted = [name.replace(".", "_") for name in names]
     for i, name in enumerate(dotted):
         if name in dotted[:i]:
-            if paths[dotted.index(name)] == paths[i]:
-                raise ArgumentError(f"sources: expected each file once, found {paths[i]} twice")
             raise ArgumentError(
                 f"sources: {paths[dotted.index(name)]} and {paths[i]} have the same shard name '{name}'; rename one"
             )

@@ -12,7 +12,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,6 +48,9 @@ class Examples(Protocol):
 
 class Streamed:
     """A dataset with a ``stream`` method."""
+
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes that determine the examples of a cache: numbers, texts, flags, or another dataset. States contain their digest."""
 
     def stream(
         self,
@@ -327,18 +330,26 @@ class _TokenLoop(Loop[Any]):
 def recipe_of(dataset: Any) -> DatasetRecipe:
     """Identifies a dataset's examples as JSON values.
 
-    The recipe of a mixture, slice or permutation. For others a digest of the length, a few examples, and the checksums or
-    counts of the cache.
+    The recipe of a mixture, slice or permutation. For others a digest of the settings, the length, a few examples, and the
+    checksums or counts of the cache.
     """
     if isinstance(dataset, Composed):
         return dataset.recipe()
     digest = _digest_of_some(dataset)
+    digest.update(json.dumps(_settings_of(dataset), sort_keys=True).encode())
     cache = getattr(dataset, "cache", None)
     if isinstance(cache, TokenCache):
         ledger = cache.ledger
         content = ledger.checksums or [ledger.total_num_rows, ledger.field_counts, ledger.shard_rows]
         digest.update(json.dumps(content, sort_keys=True).encode())
     return digest.hexdigest()[:16]
+
+
+def _settings_of(dataset: object) -> dict[str, object]:
+    """The values of a dataset's :attr:`Streamed.settings`, and of those of the windows that it is made of."""
+    names = dataset.settings if isinstance(dataset, Streamed) else ()
+    values = {name: getattr(dataset, name, None) for name in names}
+    return {name: _settings_of(value) if isinstance(value, Streamed) else value for name, value in values.items()}
 
 
 def _digest_of_some(dataset: Any) -> hashlib._Hash:

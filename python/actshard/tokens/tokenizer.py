@@ -64,7 +64,8 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
         if self.backend is None:
-            yield from map(_integers, texts)
+            for text in texts:
+                yield _integers(text, self.vocab_size)
             return
         encode = getattr(self.backend, "encode_batch_fast", None) or self.backend.encode_batch
         if all(len(text) <= _LONGEST_RUN for text in texts):
@@ -103,12 +104,23 @@ class Tokenizer:
         return Tokenizer(**fields, backend=None if text is None else _library().from_str(text))
 
     def digest(self) -> str:
-        """SHA-256 of everything that affects token ids; the name is excluded. Computed once: it serializes the vocabulary."""
-        return self._digest
+        """SHA-256 of everything that affects token ids; the name is excluded.
+
+        Serializes the vocabulary, once for each state of the library's object.
+
+        Raises:
+            ArgumentError: the object was changed so that rows would depend on their batch or process.
+        """
+        state = _state_of_backend(self.backend)
+        if state not in self._digests:
+            _check_backend(self.backend, self.name)
+            content = json.dumps({**self.as_dict(), "name": ""}, sort_keys=True)
+            self._digests[state] = hashlib.sha256(content.encode()).hexdigest()
+        return self._digests[state]
 
     @cached_property
-    def _digest(self) -> str:
-        return hashlib.sha256(json.dumps({**self.as_dict(), "name": ""}, sort_keys=True).encode()).hexdigest()
+    def _digests(self) -> dict[str, str]:
+        return {}
 
     def has_special(self, name: str) -> bool:
         """Whether encoding the text of a special token, ``"bos"`` or ``"eos"``, ends with its id. False without such a token."""
@@ -133,11 +145,15 @@ def pieces(text: str) -> list[str]:
     return parts or [text]
 
 
-def _integers(text: str) -> list[int]:
+def _integers(text: str, vocab_size: int) -> list[int]:
     try:
-        return [int(word) for word in text.split()]
+        ids = [int(word) for word in text.split()]
     except ValueError as error:
         raise FormatError(f"the passthrough tokenizer expects integers separated by white space: {error}") from error
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(number for number in ids if not 0 <= number < vocab_size)
+        raise FormatError(f"the passthrough tokenizer has a vocabulary of {vocab_size:,} tokens, found the id {wrong}")
+    return ids
 
 
 def _library() -> Any:
@@ -306,12 +322,51 @@ def _warn_of_truncation(tokenizer: Tokenizer) -> None:
         )
 
 
+def _state_of_backend(backend: tokenizers.Tokenizer | None) -> str:
+    """What programs change in a tokenizer of the library, as a text that is cheap to compute."""
+    if backend is None:
+        return ""
+    parts = (getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "post_processor"))
+    settings = (backend.truncation, backend.padding, backend.get_vocab_size(with_added_tokens=True))
+    return repr((*settings, _dropout_of(backend), _encodes_special(backend), *(p and p.__getstate__() for p in parts)))
+
+
+def _dropout_of(backend: tokenizers.Tokenizer) -> float:
+    return getattr(getattr(backend, "model", None), "dropout", None) or 0.0
+
+
+def _encodes_special(backend: tokenizers.Tokenizer) -> bool:
+    return bool(getattr(backend, "encode_special_tokens", False))
+
+
+def _check_backend(backend: tokenizers.Tokenizer | None, name: str) -> None:
+    """Raises ArgumentError for a state with which rows depend on their batch, on chance, or on the process that encodes them."""
+    if backend is None:
+        return
+    what = name or "the tokenizer"
+    if backend.padding is not None:
+        raise ArgumentError(
+            f"{what} pads, so rows would depend on their batch; call no_padding() on the tokenizers.Tokenizer"
+        )
+    if dropout := _dropout_of(backend):
+        raise ArgumentError(
+            f"{what} has a dropout of {dropout:g}, so each build would have other rows; set model.dropout to null in its "
+            "tokenizer.json"
+        )
+    if _encodes_special(backend):
+        raise ArgumentError(
+            f"{what} has encode_special_tokens set, which its serialized form lacks: other processes would encode otherwise; "
+            "set it to False"
+        )
+
+
 def _new_tokenizer(
     backend: tokenizers.Tokenizer, name: str, bos: str | None, eos: str | None, template: object
 ) -> Tokenizer:
     if backend.padding is not None:  # rows would depend on their batch
         backend = _library().from_str(backend.to_str())
         backend.no_padding()
+    _check_backend(backend, name)
     tokenizer = Tokenizer(
         name=name,
         vocab_size=int(backend.get_vocab_size(with_added_tokens=True)),
@@ -327,6 +382,6 @@ def _new_tokenizer(
     if tokenizer.encode(texts) != [ids for text in texts for ids in tokenizer.encode([text])]:
         raise ArgumentError(
             f"{name or 'the tokenizer'} encodes a text differently in a batch than alone, so rows would depend on their batch; "
-            "disable padding and dropout in its tokenizer.json"
+            "disable sampling in its tokenizer.json"
         )
     return tokenizer

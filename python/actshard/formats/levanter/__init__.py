@@ -21,6 +21,7 @@ class LevanterFormat(Format):
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "check": ".check:check",
+        "check_listing": ".copying:check_listing",
         "check_copy": ".copying:check_copy",
     }
 

@@ -5,11 +5,26 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from actshard.base._arguments import many
-from actshard.base.errors import FormatError
+from actshard.base.errors import FormatError, MissingFileError
 from actshard.base.location import Location
 from actshard.base.work import remove
 from actshard.tokens import ledger as ledgers
 from actshard.tokens.ledger import SHARDED, Ledger
+
+
+def check_listing(source: Location, names: Collection[str]) -> None:
+    """See :meth:`actshard.formats.Format.check_listing`. Of a remote cache in shards only the folders: each ledger is a request."""
+    ledger = ledgers.read(source)
+    if ledger.layout == SHARDED and not source.is_local:
+        folders = {name.partition("/")[0] for name in names}
+        missing = [f"{shard}/{ledgers.NAME}" for shard in ledgers.summed_shards(ledger) if shard not in folders]
+    else:
+        missing = [name for name in ledgers.listed_files(source, ledger) if name not in names]
+    if missing:
+        rest = f" (and {many(len(missing) - 1, 'more file')})" if len(missing) > 1 else ""
+        raise MissingFileError(
+            f"the file{rest} is missing, so the cache is incomplete: build it again", path=source / missing[0]
+        )
 
 
 def check_copy(folder: Location, source: Location, names: Collection[str]) -> None:

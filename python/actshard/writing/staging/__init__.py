@@ -196,6 +196,7 @@ def find_source(source: Location, listing: Listed, layers: tuple[Layer, ...] | N
 
     Raises:
         UnfinishedError: the dataset is being written.
+        MissingFileError: it lists a file that is not there.
         ArgumentError, UnsupportedError: ``layers`` of a dataset whose layers cannot be copied.
         Errors of :func:`actshard.open`.
     """
@@ -212,6 +213,7 @@ def find_source(source: Location, listing: Listed, layers: tuple[Layer, ...] | N
     if layers is not None and name not in formats.written():
         raise UnsupportedError(f"layers: actshard does not write {name}. Stage all layers, or convert", path=location)
     dataset_format = formats.get(name)
+    dataset_format.check_listing(location, files)
     subfolder = location.name if dataset_format.writes and dataset_format.target().names_itself else ""
     marker = Marker(
         str(source), revision_of(source), None if layers is None else list(layers), subpath, subfolder, files, {}, []
