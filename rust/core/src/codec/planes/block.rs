@@ -219,7 +219,7 @@ fn ends_of_streams(n: usize, wanted: impl Iterator<Item = Range<usize>>) -> [usi
 fn parse_planes<'a>(block: &'a [u8], mut at: usize, header: &BlockHeader) -> Result<Box<[StoredPlane<'a>]>> {
     let BlockHeader { row, stored, typesize, .. } = *header;
     let n = stored * row / typesize;
-    let mut planes = Vec::with_capacity(typesize); // at most 8
+    let mut planes = memory::reserve(typesize as u64)?;
     for number in 0..typesize {
         if n == 0 {
             planes.push(StoredPlane::Plain(Plane::Constant(0)));
