@@ -304,6 +304,27 @@ def test_a_packed_store_has_the_rows_of_the_plain_one(tmp_path: Path, dtype: str
     assert np.array_equal(bits(store.gather(2, number, tokens)), bits(rows[number][0][tokens]))
 
 
+@pytest.mark.parametrize("memory", ["1GiB", 0])
+@pytest.mark.parametrize("dtype", DTYPES[:3])
+def test_some_rows_of_many_packed_chunks_are_those_written(tmp_path: Path, dtype: str, memory: int | str) -> None:
+    """Each time: rows are decoded apart, then chunks as a whole, then cached ones are read."""
+    rows = examples([40] * 12, dtype)
+    path = written(tmp_path / "d", rows, version=3, shard_bytes=4000, chunk_tokens=16)
+    pack_store(path)
+    store = actshard.open(path, decoded_memory=memory)
+    rng = np.random.default_rng(3)
+    picks, tokens = rng.integers(0, len(rows), 90), rng.integers(0, 40, 90)
+    expected = np.stack([rows[i][0][t] for i, t in zip(picks, tokens, strict=True)])
+    for _ in range(3):
+        assert np.array_equal(bits(store.gather(LAYERS[0], picks, tokens)), bits(expected))
+    wide = store.gather(LAYERS[0], picks, tokens, dtype="float64")
+    assert np.array_equal(wide, expected.astype(np.float64))
+    for epoch in range(3):
+        for batch in store.stream(LAYERS[1], 50, shuffle="window", seed=3, epoch=epoch, memory="64KiB"):
+            found = zip(batch.activations, batch.examples, batch.tokens, strict=True)
+            assert all(np.array_equal(bits(row), bits(rows[i][1][t])) for row, i, t in found)
+
+
 def test_a_damaged_packed_chunk_is_an_error_and_a_finding(tmp_path: Path) -> None:
     path = written(tmp_path / "d", examples([20, 20]), version=3)
     pack_store(path)
@@ -314,6 +335,17 @@ def test_a_damaged_packed_chunk_is_an_error_and_a_finding(tmp_path: Path) -> Non
     with pytest.raises(actshard.FormatError, match=r"byte 0: cannot decode this chunk: .*checksum"):
         actshard.open(path).sequence(0, LAYERS[0])
     assert not actshard.verify(path, deep=True).ok
+
+
+def test_a_damaged_chunk_is_an_error_of_rows_that_are_decoded_apart(tmp_path: Path) -> None:
+    path = written(tmp_path / "d", examples([20] * 40), version=3)
+    pack_store(path)
+    file = next((path / "arrays/activations").glob("c.*"))
+    data = bytearray(file.read_bytes())
+    data[40] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(actshard.FormatError, match=r"byte 0: cannot decode this chunk: .*checksum"):
+        actshard.open(path).gather(LAYERS[0], np.arange(40), np.full(40, 3))
 
 
 def test_a_configuration_needs_both_fields(tmp_path: Path) -> None:

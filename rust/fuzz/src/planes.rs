@@ -1,10 +1,10 @@
 //! Any bytes as a block of packed rows: decoding equals that of a simple decoder of docs/formats/planes.md, which reads one bit after the
-//! other, and decoded rows that are packed again decode to the same rows.
+//! other, rows decoded apart are those of the whole block, and decoded rows that are packed again decode to the same rows.
 
 use std::collections::BTreeSet;
 
 use actshard_core::Kind;
-use actshard_core::codec::planes::{HEADER, decode, encode, encoded_len};
+use actshard_core::codec::planes::{HEADER, PackedBlock, decode, encode, encoded_len};
 
 use crate::memory::counted;
 
@@ -133,8 +133,30 @@ fn plainly(block: &[u8], most: usize) -> Option<Vec<u8>> {
 
 const MOST: usize = 1 << 18;
 
+/// Decodes some rows apart. Of a damaged block they are an error or anything.
+fn apart(data: &[u8], rows: Option<&[u8]>) {
+    let Ok(block) = PackedBlock::parse(data, MOST as u64) else { return assert!(rows.is_none()) };
+    let (row, count) = (block.row(), (block.decoded() / block.row()) as u64);
+    if row > MOST {
+        return;
+    }
+    let mut made = vec![0; row];
+    let last = count.saturating_sub(1);
+    for numbers in [vec![0], vec![last], vec![last / 3, last / 2, last / 2], vec![count]] {
+        let done = block.rows(&numbers, &mut |i, found| {
+            found.write(&mut made);
+            if let Some(rows) = rows {
+                let begin = usize::try_from(numbers[i]).unwrap() * row;
+                assert_eq!(made, rows[begin..begin + row]);
+            }
+        });
+        assert!(done.is_ok() || rows.is_none() || numbers.iter().any(|number| *number >= count));
+    }
+}
+
 pub fn planes(data: &[u8]) {
     let rows = plainly(data, MOST);
+    apart(data, rows.as_deref());
     match (counted(|| decode(data, MOST as u64)), rows) {
         (Ok(decoded), Some(rows)) => {
             assert_eq!(decoded, rows);

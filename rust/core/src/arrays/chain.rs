@@ -28,7 +28,7 @@ use super::index::{DecodeIndex, IndexForm, place};
 use super::meta::index_numbers;
 use super::packed::PlanesCodec;
 use super::zstandard;
-use crate::codec::planes;
+use crate::codec::planes::{BlockRow, PackedBlock};
 use crate::error::{Finding, Kind};
 use crate::memory;
 use crate::number::to_usize;
@@ -271,6 +271,28 @@ impl Chain {
         array.into_fixed().map(|b| Elements::Fixed(b.into_owned())).map_err(text)
     }
 
+    /// Calls `each` with the position of each of these row numbers and its row, if the first codec after the numbers' bytes is
+    /// `actshard.planes` and its rows have `row` bytes; `false` otherwise. Checksums are compared; nothing is kept.
+    pub fn rows(
+        &self,
+        encoded: &[u8],
+        row: usize,
+        numbers: &[u64],
+        each: &mut dyn FnMut(usize, BlockRow<'_>),
+    ) -> Said<bool> {
+        let mut bytes = Cow::Borrowed(encoded);
+        for (undo, known, bound) in self.bytes.iter().skip(1).rev() {
+            bytes = undo.run(bytes, *known, *bound)?;
+        }
+        let Some((Undo::Planes, _, bound)) = self.bytes.first() else { return Ok(false) };
+        let block = block_of(&bytes, *bound)?;
+        if block.row() != row {
+            return Ok(false);
+        }
+        block.rows(numbers, each)?;
+        Ok(true)
+    }
+
     fn variable(&self, each: Vec<Vec<u8>>) -> Said<Elements> {
         if self.arrays.is_empty() { Ok(Elements::Variable(each)) } else { Err("strings cannot be transposed".into()) }
     }
@@ -364,14 +386,7 @@ impl Undo {
                 drop(memory::reserve::<u8>(claimed)?);
                 codec.decode(encoded, &known, &options()).map_err(text)
             }
-            Undo::Planes => {
-                let rows = planes::decode(&encoded, bound.limit())?;
-                if !bound.fits(rows.len() as u64) {
-                    let expected = bound.limit();
-                    return Err(format!("actshard.planes: expected {expected} bytes, decoded {}", rows.len()).into());
-                }
-                Ok(Cow::Owned(rows))
-            }
+            Undo::Planes => Ok(Cow::Owned(block_of(&encoded, bound)?.decode()?)),
             Undo::Crc32c => {
                 let Some((data, stored)) = encoded.split_last_chunk() else {
                     return Err(format!("crc32c: expected a checksum of 4 bytes, found {} bytes", encoded.len()).into());
@@ -390,6 +405,16 @@ impl Undo {
             }
             Undo::Shrinking(codec) => codec.decode(encoded, &known, &options()).map_err(text),
         }
+    }
+}
+
+/// A block of `actshard.planes` with the right length of decoded bytes.
+fn block_of(encoded: &[u8], bound: Size) -> Said<PackedBlock<'_>> {
+    let block = PackedBlock::parse(encoded, bound.limit())?;
+    if bound.fits(block.decoded() as u64) {
+        Ok(block)
+    } else {
+        Err(format!("actshard.planes: expected {} bytes, found {}", bound.limit(), block.decoded()).into())
     }
 }
 

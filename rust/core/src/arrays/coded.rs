@@ -9,6 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use serde_json::Value;
 use zarrs::array::{Array, ArrayMetadata, ArrayMetadataV2, ArrayMetadataV3};
 use zarrs::storage::store::MemoryStore;
 
@@ -19,6 +20,7 @@ use super::file::{ChunkFile, StoredUnit};
 use super::index::{Entries, Numbers};
 use super::meta::index_numbers;
 use crate::codec::cache::Cache;
+use crate::codec::planes::BlockRow;
 use crate::error::{Error, Kind, Result, in_one_line};
 use crate::location::Location;
 use crate::memory;
@@ -82,6 +84,8 @@ pub struct CodedArray {
     indexes: Cache<Entries, IndexKey>,
     /// The form of inner chunks, if they are plain numbers.
     plain: Option<Numbers>,
+    /// Whether rows of an inner chunk can be decoded without the others.
+    rows_apart: bool,
 }
 
 #[derive(Debug)]
@@ -276,7 +280,13 @@ impl CodedArray {
         let array = ParsedArray::new(folder, metadata);
         let shard = array.as_ref().ok().and_then(|parsed| parsed.chain.shard()).filter(|_| inner);
         let plain = shard.and_then(|shard| plain_inner_chunks(metadata, shard));
-        CodedArray { inner, array, store, indexes: Cache::new(INDEX_MEMORY), plain }
+        let rows_apart = shard.is_some_and(|shard| has_rows_apart(metadata, shard));
+        CodedArray { inner, array, store, indexes: Cache::new(INDEX_MEMORY), plain, rows_apart }
+    }
+
+    /// Whether rows of an inner chunk can be decoded without the others: [`CodedArray::rows`].
+    pub fn has_rows_apart(&self) -> bool {
+        self.rows_apart
     }
 
     /// The form of inner chunks that can be read in place: numbers in C order, optionally followed by a checksum.
@@ -341,6 +351,24 @@ impl CodedArray {
         decoded.map_err(|e| e.byte(unit.offset))
     }
 
+    /// Reads a stored unit, and calls `each` with the position of each of these numbers of rows and its row; `false` if the unit has no
+    /// rows of `row` bytes.
+    pub fn rows(
+        &self,
+        unit: StoredUnit<'_>,
+        row: usize,
+        numbers: &[u64],
+        each: &mut dyn FnMut(usize, BlockRow<'_>),
+    ) -> Result<bool> {
+        let (parsed, location) = (self.parsed()?, unit.source.location());
+        let chain = self.shards(parsed).map_or(&parsed.chain, |shards| &shards.codec.inner);
+        let decode = |encoded: &[u8]| {
+            guarded(location, || chain.rows(encoded, row, numbers, each).map_err(|e| cannot_decode(location, e)))
+        };
+        let checked = chain.check_encoded(unit.len).map_err(|e| cannot_decode(location, e));
+        checked.and_then(|()| unit.decode(decode)).map_err(|e| e.byte(unit.offset))
+    }
+
     /// Chunks that are read together: their shards' indexes fit in [`INDEXES`].
     fn groups<'i, 'a>(&self, parsed: &ParsedArray, mut indices: &'i [&'a [u64]]) -> Vec<&'i [&'a [u64]]> {
         let Some(ArrayShards { codec, .. }) = self.shards(parsed) else { return vec![indices] };
@@ -398,13 +426,29 @@ impl Decode for CodedArray {
     }
 }
 
+/// The codecs of inner chunks.
+fn inner_codecs(metadata: &[u8]) -> Option<Vec<Value>> {
+    let value: Value = serde_json::from_slice(metadata).ok()?;
+    value.get("codecs")?.as_array()?.first()?.get("configuration")?.get("codecs")?.as_array().cloned()
+}
+
+/// Whether inner chunks are numbers in the byte order of this machine in the codec `actshard.planes`, with at most a checksum.
+fn has_rows_apart(metadata: &[u8], shard: &ShardCodec) -> bool {
+    let Some(mut codecs) = inner_codecs(metadata) else { return false };
+    if !codecs.get(1).and_then(|codec| codec.get("name")).is_some_and(|name| name == "actshard.planes") {
+        return false;
+    }
+    codecs.remove(1);
+    let form = index_numbers(&codecs).filter(|_| shard.inner.element_size().is_some());
+    form.is_some_and(|form| form.big_endian == cfg!(target_endian = "big"))
+}
+
 /// The form of inner chunks, if they are plain numbers with at most a checksum.
 fn plain_inner_chunks(metadata: &[u8], shard: &ShardCodec) -> Option<Numbers> {
-    let value: serde_json::Value = serde_json::from_slice(metadata).ok()?;
-    let codecs = value.get("codecs")?.as_array()?.first()?.get("configuration")?.get("codecs")?.as_array()?;
+    let codecs = inner_codecs(metadata)?;
     // Without a byte order, zarrs decides whether numbers of several bytes are an error.
     let ordered = codecs.first()?.pointer("/configuration/endian").is_some() || shard.inner.element_size() == Some(1);
-    index_numbers(codecs).filter(|_| ordered && shard.inner.element_size().is_some())
+    index_numbers(&codecs).filter(|_| ordered && shard.inner.element_size().is_some())
 }
 
 /// Fails unless an inner chunk that is read in place has its length and, if it has one, the right checksum. Reads it once,

@@ -18,7 +18,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use crate::arrays::coded::{CodedArray, Decode, check_plain};
@@ -27,6 +27,7 @@ use crate::arrays::index::Numbers;
 use crate::arrays::key::{UNCHECKED, UnitKey, WHOLE, new_array};
 use crate::arrays::naming::Naming;
 use crate::codec::cache::Cache;
+use crate::codec::planes::BlockRow;
 use crate::dtype::DType;
 use crate::error::{Error, Kind, Result};
 use crate::files::Files;
@@ -45,6 +46,9 @@ use crate::source::queue::{Hints, Ranged};
 use crate::source::slots::{Opened, Slots};
 use crate::source::{Access, ByteRange, Io, Source, Store, Wishes, replaced};
 use crate::threads::{self, Stop, Watch};
+
+/// Chunks of which it is known that rows were decoded apart, at most: more than fit in most caches.
+const TOUCHED: u64 = 1 << 14;
 
 /// The encoding of chunks.
 #[derive(Debug)]
@@ -98,6 +102,10 @@ pub struct ChunkFiles {
     number: u64,
     decoded: Cache<Buffer, UnitKey>,
     decodes: bool,
+    /// Chunks of which rows were decoded apart: one more than the number of a chunk, at its remainder. Empty if no array has such rows.
+    touched: Box<[AtomicU64]>,
+    /// Whether all decoded chunks together fit in their cache.
+    fits: bool,
     /// Local shards; each by the number of its array's first chunk plus its own number.
     shards: Slots<ShardFile>,
 }
@@ -178,6 +186,7 @@ impl ChunkFiles {
         let folders = placed.iter().map(|(_, array)| folder_now(&array.folder)).collect();
         let (arrays, wishes) = (placed, store.wishes());
         let (views, decodes, shards) = (false, false, Slots::new(0));
+        let (touched, fits) = (Box::default(), false);
         let mut made = ChunkFiles {
             arrays,
             row,
@@ -191,6 +200,8 @@ impl ChunkFiles {
             number,
             decoded,
             decodes,
+            touched,
+            fits,
             shards,
         };
         made.decodes = made.arrays.iter().any(|(_, array)| match (&array.content, made.in_place(array)) {
@@ -201,6 +212,12 @@ impl ChunkFiles {
         });
         if made.arrays.iter().any(|(_, array)| made.sharded(array).is_some()) {
             made.shards = Slots::new(first);
+        }
+        if made.arrays.iter().any(|(grid, array)| made.apart(grid, array).is_some()) {
+            made.touched = (0..TOUCHED).map(|_| AtomicU64::new(0)).collect();
+            let mut bytes = made.arrays.iter().map(|(grid, _)| grid.chunks()?.checked_mul(made.chunk_bytes(grid)));
+            let all = bytes.try_fold(0u64, |sum, bytes| sum.checked_add(bytes?));
+            made.fits = all.is_some_and(|all| all <= decoded_memory);
         }
         Ok(made)
     }
@@ -215,6 +232,20 @@ impl ChunkFiles {
     fn in_place<'a>(&self, array: &'a ChunkArray) -> Option<(&'a CodedArray, Numbers)> {
         let coded = self.sharded(array)?;
         Some((coded, coded.plain()?))
+    }
+
+    /// The decoder of chunks whose rows can be decoded without the others.
+    fn apart<'a>(&self, grid: &Grid, array: &'a ChunkArray) -> Option<&'a CodedArray> {
+        let is_whole = array.scales.is_none() && grid.chunk()[3] == self.row.width as u64;
+        self.sharded(array).filter(|coded| is_whole && coded.has_rows_apart())
+    }
+
+    /// Whether a chunk, of which `rows` rows are wanted, is decoded as a whole and cached: when it is needed for the second time. If not
+    /// all chunks fit in the cache, those that are read as a whole, as in a stream, would only evict others.
+    fn is_worth_caching(&self, file: u64, grid: &Grid, rows: usize) -> bool {
+        let Some(slot) = self.touched.get(to_usize(file % TOUCHED)) else { return true };
+        let most = grid.chunk()[..3].iter().product::<u64>();
+        (self.fits || rows as u64 <= most / 2) && slot.swap(file + 1, Ordering::Relaxed) == file + 1
     }
 
     /// Whether chunks are encoded in their files, even if they can be read in place. Orders of streams depend on it.
@@ -650,6 +681,17 @@ impl Files for ChunkFiles {
         let mut hints = Hints::new(&sources);
         ranges.iter().for_each(|range| hints.add(range));
         hints.flush();
+    }
+
+    fn rows_apart(&self, file: u64, addresses: &[u64], each: &mut dyn FnMut(usize, BlockRow<'_>)) -> Result<bool> {
+        let (grid, array) = self.array(file);
+        let Some(coded) = self.apart(grid, array) else { return Ok(false) };
+        if self.decoded.get(self.key(file)).is_some() || self.is_worth_caching(file, grid, addresses.len()) {
+            return Ok(false);
+        }
+        let (shard, unit) = self.shard(file, coded)?;
+        let Some(stored) = shard.file.unit(unit)? else { return Ok(false) };
+        coded.rows(stored, self.row.bytes, addresses, each)
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {

@@ -15,6 +15,7 @@ pub mod unpacked;
 
 use std::sync::Arc;
 
+use crate::codec::planes::BlockRow;
 use crate::error::Result;
 use crate::layout::row::Row;
 use crate::source::Wishes;
@@ -38,6 +39,12 @@ pub trait Files: Send + Sync {
     /// The file, if it is decoded already. The cache evicts it after those that were not used since.
     fn decoded(&self, _file: u64) -> Option<Arc<OpenFile>> {
         None
+    }
+
+    /// Decodes only some rows of a file: calls `each` with the position of each of these addresses and its row. `false` if it does not:
+    /// the file is better opened, or has no rows that can be decoded apart.
+    fn rows_apart(&self, _file: u64, _addresses: &[u64], _each: &mut dyn FnMut(usize, BlockRow<'_>)) -> Result<bool> {
+        Ok(false)
     }
 
     /// Starts to read files that will be decoded in this order, without waiting for the disk. A hint.

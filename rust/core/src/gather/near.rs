@@ -97,7 +97,16 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
     /// Copies the rows of entries in reading order; `first` is the item of row 0.
     pub fn run_entries(&self, entries: &[Entry], first: usize, out: &mut Out<'_>, stop: &Stop) -> Result<()> {
         let mut rest = entries;
-        while !rest.is_empty() {
+        while let Some(next) = rest.first() {
+            if self.decodes && !self.opened {
+                stop.check()?;
+                let file = self.file_of(next);
+                let (run, others) = rest.split_at(rest.partition_point(|e| self.file_of(e) <= file));
+                if self.copy_apart(file, run, out)? {
+                    rest = others;
+                    continue;
+                }
+            }
             let Cut { files, mut seen, mut read, filled, done } = self.cut(rest, first, out.is_dense(), stop)?;
             rest = &rest[done..];
             for extent in &filled {
@@ -112,6 +121,28 @@ impl<L: Layout + ?Sized> GatherJob<'_, L> {
             }
         }
         Ok(())
+    }
+
+    /// Decodes rows of one file to their places without the others; `false` if the file must be opened.
+    fn copy_apart(&self, file: u64, entries: &[Entry], out: &mut Out<'_>) -> Result<bool> {
+        let (step, to) = (self.files.stride(file), self.out_row());
+        let rows = entries
+            .iter()
+            .flat_map(|e| (0..e.rows).map(move |i| (self.address_of(e) + u64::from(i) * step, e.dst + i)));
+        let (addresses, places): (Vec<u64>, Vec<u32>) = rows.unzip();
+        let mut scratch = vec![];
+        kernels::storing(self.streams, |stores| {
+            self.files.rows_apart(file, &addresses, &mut |i, row| {
+                let place = out.range(places[i] as usize * to, to, to);
+                if self.cast.is_copy() && !self.streams {
+                    row.write(place);
+                } else {
+                    scratch.resize(self.row_bytes, 0);
+                    row.write(&mut scratch);
+                    self.cast.apply_with(&scratch, place, stores);
+                }
+            })
+        })
     }
 
     /// Moves extents that are better read than copied from a mapping to `read`. Copies blocks whose time is measured.

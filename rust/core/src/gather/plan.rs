@@ -289,6 +289,11 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
         entry.key >> self.address_bits
     }
 
+    /// The address of an entry in its file.
+    pub fn address_of(&self, entry: &Entry) -> u64 {
+        entry.key & ((1 << self.address_bits) - 1)
+    }
+
     /// Opens and checks the files of the entries, joins rows that are adjacent in both the file and the output, and cuts the
     /// result into extents of bounded size. Stops when this thread holds its maximum of open files; returns the number of
     /// entries cut.
@@ -338,7 +343,7 @@ impl<'a, L: Layout + ?Sized> GatherJob<'a, L> {
             while let Some((head, tail)) = rest.split_first() {
                 let Neighbours { rows, used, abreast } = neighbours(head, tail, steps);
                 rest = &tail[used..];
-                let address = head.key & ((1 << self.address_bits) - 1);
+                let address = self.address_of(head);
                 let (found, step) = if abreast {
                     (place.abreast(address, rows), place.used as u64)
                 } else {

@@ -2,11 +2,16 @@
 //!
 //! A value is rotated left by one bit, so that its exponent begins at the highest bit; its sign, now lowest, moves up to bit `sign`,
 //! over bits that are 0 in all values. Then the first bytes of all values form a plane, the second bytes the next one, and so on.
+//! The `unsafe` here: memory that is written before it is read.
+#![allow(unsafe_code, reason = "decoded rows are written once, not cleared before")]
+
+use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use super::wide;
 
 /// Values merged at a time.
-const STEP: usize = 256;
+const STEP: usize = 128;
 
 /// Splits values of 1, 2, 4 or 8 bytes; `planes` has the length of `values`. Returns the highest possible `sign`.
 pub fn split(values: &[u8], typesize: usize, planes: &mut [u8]) -> u32 {
@@ -27,21 +32,54 @@ pub enum Plane<'a> {
     Constant(u8),
 }
 
-/// Appends `n` values of 1, 2, 4 or 8 bytes, one of each plane, to `values`, which has room for them. `sign` is a bit of a value.
-pub fn merge(planes: &[Plane<'_>], n: usize, sign: u32, values: &mut Vec<u8>) {
-    wide(|| match *planes {
-        [a] => u8::merge([a], n, sign, values),
-        [a, b] => u16::merge([a, b], n, sign, values),
-        [a, b, c, d] => u32::merge([a, b, c, d], n, sign, values),
-        [a, b, c, d, e, f, g, h] => u64::merge([a, b, c, d, e, f, g, h], n, sign, values),
-        _ => {}
-    });
+impl Plane<'_> {
+    fn part(self, values: &Range<usize>) -> Self {
+        match self {
+            Plane::Bytes(bytes) => Plane::Bytes(&bytes[values.clone()]),
+            constant => constant,
+        }
+    }
+}
+
+/// Appends `n` values of 1, 2, 4 or 8 bytes, one of each plane, to `rows`. `sign` is a bit of a value.
+pub fn append_merged(planes: &[Plane<'_>], n: usize, sign: u32, rows: &mut Vec<u8>) {
+    let (old, bytes) = (rows.len(), n * planes.len());
+    rows.reserve(bytes);
+    merge_to(planes, 0..n, sign, &mut rows.spare_capacity_mut()[..bytes]);
+    // SAFETY: the capacity was reserved, and `merge_to` writes every byte of its output.
+    unsafe { rows.set_len(old + bytes) };
+}
+
+/// Merges the values of a range; `rows` has their length.
+pub fn merge(planes: &[Plane<'_>], values: Range<usize>, sign: u32, rows: &mut [u8]) {
+    // SAFETY: only bytes are written, so that all of `rows` remains initialized.
+    let rows = unsafe { &mut *(std::ptr::from_mut(rows) as *mut [MaybeUninit<u8>]) };
+    merge_to(planes, values, sign, rows);
+}
+
+/// Writes every byte of `rows`, or panics.
+fn merge_to(planes: &[Plane<'_>], values: Range<usize>, sign: u32, rows: &mut [MaybeUninit<u8>]) {
+    assert!(matches!(planes.len(), 1 | 2 | 4 | 8), "values of 1, 2, 4 or 8 bytes");
+    assert_eq!(rows.len(), values.len() * planes.len(), "rows of another length");
+    wide(
+        #[inline(always)]
+        || match planes {
+            [a] => u8::merge([*a].map(|plane| plane.part(&values)), sign, rows),
+            [a, b] => u16::merge([*a, *b].map(|plane| plane.part(&values)), sign, rows),
+            [a, b, c, d] => u32::merge([*a, *b, *c, *d].map(|plane| plane.part(&values)), sign, rows),
+            [a, b, c, d, e, f, g, h] => {
+                u64::merge([*a, *b, *c, *d, *e, *f, *g, *h].map(|plane| plane.part(&values)), sign, rows);
+            }
+            _ => {}
+        },
+    );
 }
 
 /// A value of `N` bytes.
 trait InPlanes<const N: usize>: Sized {
     fn split(values: &[u8], planes: &mut [u8]) -> u32;
-    fn merge(planes: [Plane<'_>; N], n: usize, sign: u32, values: &mut Vec<u8>);
+    /// Writes every byte of `rows`. Planes of bytes have as many as there are values.
+    fn merge(planes: [Plane<'_>; N], sign: u32, rows: &mut [MaybeUninit<u8>]);
 }
 
 macro_rules! values {
@@ -64,42 +102,42 @@ macro_rules! values {
             }
 
             #[inline(always)]
-            fn merge(planes: [Plane<'_>; $n], n: usize, sign: u32, values: &mut Vec<u8>) {
+            fn merge(planes: [Plane<'_>; $n], sign: u32, rows: &mut [MaybeUninit<u8>]) {
                 let constants = planes.map(|plane| match plane {
                     Plane::Bytes(_) => [0; STEP],
                     Plane::Constant(byte) => [byte; STEP],
                 });
-                let whole = n / STEP;
-                for step in 0..whole {
-                    let mut parts = constants.each_ref();
-                    for (part, plane) in parts.iter_mut().zip(&planes) {
-                        if let Plane::Bytes(bytes) = plane {
-                            *part = &bytes.as_chunks().0[step];
+                let mut parts = planes.map(|plane| match plane {
+                    Plane::Bytes(bytes) => bytes.as_chunks::<STEP>().0.iter(),
+                    Plane::Constant(_) => [].iter(),
+                });
+                let (steps, rest) = rows.as_chunks_mut::<{ $n * STEP }>();
+                let done = steps.len() * STEP;
+                for step in steps {
+                    // Loops of one operation each, which the compiler turns into vectors.
+                    let mut merged = [0; STEP];
+                    for (k, (part, constant)) in parts.iter_mut().zip(&constants).enumerate() {
+                        for (value, byte) in merged.iter_mut().zip(part.next().unwrap_or(constant)) {
+                            *value |= $word::from(*byte) << (8 * k);
                         }
                     }
-                    values.extend_from_slice(merge_step(parts, sign).as_flattened());
+                    let merged = merged.map(|word| unrotated(word, sign).to_le());
+                    // SAFETY: a step is as long as the merged values.
+                    unsafe { step.as_mut_ptr().cast::<[$word; STEP]>().write_unaligned(merged) };
                 }
-                let mut rest = constants;
-                for (rest, plane) in rest.iter_mut().zip(&planes) {
-                    if let Plane::Bytes(bytes) = plane {
-                        let bytes = bytes.as_chunks::<STEP>().1;
-                        rest[..bytes.len()].copy_from_slice(bytes);
-                    }
+                for (i, value) in rest.as_chunks_mut::<$n>().0.iter_mut().enumerate() {
+                    let byte = |plane| match plane {
+                        Plane::Bytes(bytes) => bytes[done + i],
+                        Plane::Constant(byte) => byte,
+                    };
+                    let word = $word::from_le_bytes(planes.map(byte));
+                    *value = unrotated(word, sign).to_le_bytes().map(MaybeUninit::new);
                 }
-                values.extend_from_slice(merge_step(rest.each_ref(), sign)[..n % STEP].as_flattened());
 
                 #[inline(always)]
-                fn merge_step(parts: [&[u8; STEP]; $n], sign: u32) -> [[u8; $n]; STEP] {
-                    let mut merged = [[0; $n]; STEP];
-                    for (i, value) in merged.iter_mut().enumerate() {
-                        let mut word: $word = 0;
-                        for (k, part) in parts.iter().enumerate() {
-                            word |= $word::from(part[i]) << (8 * k);
-                        }
-                        let low = word >> sign & 1;
-                        *value = (word & !(1 << sign) | low).rotate_right(1).to_le_bytes();
-                    }
-                    merged
+                fn unrotated(word: $word, sign: u32) -> $word {
+                    let low = word >> sign & 1;
+                    (word & !(1 << sign) | low).rotate_right(1)
                 }
             }
         }

@@ -1,11 +1,42 @@
-//! Prefix codes decoded with a table of several symbols per lookup, four streams at a time.
+//! Prefix codes decoded with a table of several symbols per lookup, up to four streams at a time. The `unsafe` here: reads and writes
+//! of a round, whose bounds are checked once for many rounds.
+#![allow(unsafe_code, reason = "bounds are checked once for many rounds")]
+
+use super::wide;
 
 /// Bits of a lookup.
 const WINDOW: usize = 11;
 /// Lookups of a round: of 64 bits that are read, at least 57 are next.
 const LOOKUPS: usize = 5;
+/// Symbols of a lookup, at most.
+const MOST: u64 = 5;
 /// Bytes of a stream's symbols that a round may change. A lookup takes at most five symbols, and writes 8 bytes from byte 20 at most.
 const ROUND: usize = 40;
+
+/// A table of lookups. An entry has the bits that it takes in the lowest byte, up to five symbols in the next ones, the bits of the
+/// first symbol, and the number of symbols in the highest byte.
+#[derive(Clone, Copy, Debug)]
+pub struct Lookups<'a>(&'a [u64; 1 << WINDOW]);
+
+impl<'a> Lookups<'a> {
+    /// A table; `None` if an entry takes no bit or more than 11, or has more than five symbols.
+    #[inline(always)]
+    pub fn new(entries: &'a [u64; 1 << WINDOW]) -> Option<Lookups<'a>> {
+        // Bit 7 of a number, or of its sum with 128 - n, is 1 if it is n or more.
+        let wrong = entries.iter().fold(0, |wrong, entry| {
+            let (bits, symbols) = ((entry & 0xff).wrapping_sub(1), entry >> 56);
+            wrong | bits | bits.wrapping_add(128 - WINDOW as u64) | symbols | (symbols + (127 - MOST))
+        });
+        (wrong & 0x80 == 0).then_some(Lookups(entries))
+    }
+
+    /// The first symbol of the next bits, which are the lowest ones of `window`, and its number of bits.
+    #[inline]
+    pub fn first(&self, window: usize) -> (u8, usize) {
+        let [_, symbol, .., bits, _] = self.0[window % (1 << WINDOW)].to_le_bytes();
+        (symbol, usize::from(bits))
+    }
+}
 
 /// A stream of codes: its next bit in all bytes, and the places of its next symbols.
 #[derive(Clone, Copy, Debug)]
@@ -18,92 +49,83 @@ pub struct Stream {
     pub end: usize,
 }
 
-/// Decodes streams until one of them is near the end of its symbols or of all bytes. An entry of the table has the bits that it
-/// takes in the lowest byte, up to five symbols in the next ones, and their number in the highest one. Bytes between a stream's
-/// symbols and its end may change.
-pub fn decode_together(bytes: &[u8], table: &[u64; 1 << WINDOW], streams: &mut [Stream; 4], symbols: &mut [u8]) {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("bmi2") {
-        // SAFETY: the processor has BMI2.
-        #[allow(unsafe_code, reason = "a call of a function for instructions that were found")]
-        unsafe {
-            with_bmi2(bytes, table, streams, symbols);
-        }
-        return;
+impl Stream {
+    /// Rounds for which bytes and places certainly suffice: a round takes less than 8 bytes and writes less than [`ROUND`] symbols.
+    #[inline(always)]
+    fn rounds(&self, bytes: &[u8], symbols: &[u8]) -> usize {
+        (bytes.len().saturating_sub(self.bit / 8) / 8).min(self.end.min(symbols.len()).saturating_sub(self.at) / ROUND)
     }
-    decode_rounds(bytes, table, streams, symbols);
 }
 
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "bmi2")]
-fn with_bmi2(bytes: &[u8], table: &[u64; 1 << WINDOW], streams: &mut [Stream; 4], symbols: &mut [u8]) {
-    decode_rounds(bytes, table, streams, symbols);
+/// Decodes streams until each of them is near the end of its symbols or of all bytes. Bytes between a stream's symbols and its end
+/// may change.
+pub fn decode_together(bytes: &[u8], table: Lookups<'_>, streams: &mut [Stream; 4], symbols: &mut [u8]) {
+    wide(
+        #[inline(always)]
+        || decode_portably(bytes, table, streams, symbols),
+    );
 }
 
+/// As [`decode_together`], with instructions that every processor has.
 #[inline(always)]
-fn decode_rounds(bytes: &[u8], table: &[u64; 1 << WINDOW], streams: &mut [Stream; 4], symbols: &mut [u8]) {
-    let [mut a, mut b, mut c, mut d] = *streams;
+pub fn decode_portably(bytes: &[u8], table: Lookups<'_>, streams: &mut [Stream; 4], symbols: &mut [u8]) {
     loop {
-        // A round takes less than 8 bytes and writes less than ROUND symbols.
-        let rounds = |stream: &Stream| {
-            (bytes.len().saturating_sub(stream.bit / 8) / 8).min(stream.end.saturating_sub(stream.at) / ROUND)
-        };
-        let rounds = rounds(&a).min(rounds(&b)).min(rounds(&c)).min(rounds(&d));
-        if rounds == 0 {
-            break;
-        }
-        for _ in 0..rounds {
-            let (Some(mut w), Some(mut x), Some(mut y), Some(mut z)) =
-                (next(bytes, a.bit), next(bytes, b.bit), next(bytes, c.bit), next(bytes, d.bit))
-            else {
-                return;
-            };
-            let Ok([p, q, r, s]) = symbols.get_disjoint_mut([
-                a.at..a.at + ROUND,
-                b.at..b.at + ROUND,
-                c.at..c.at + ROUND,
-                d.at..d.at + ROUND,
-            ]) else {
-                return;
-            };
-            let (Some(p), Some(q), Some(r), Some(s)) =
-                (p.first_chunk_mut(), q.first_chunk_mut(), r.first_chunk_mut(), s.first_chunk_mut())
-            else {
-                return;
-            };
-            let [mut i, mut j, mut k, mut l] = [0; 4];
-            for _ in 0..LOOKUPS {
-                lookup(table, &mut w, &mut i, p);
-                lookup(table, &mut x, &mut j, q);
-                lookup(table, &mut y, &mut k, r);
-                lookup(table, &mut z, &mut l, s);
+        let [a, b, c, d] = streams;
+        let mut active = [a, b, c, d].map(Some);
+        let mut count = 0;
+        for i in 0..active.len() {
+            if active[i].as_ref().is_some_and(|stream| stream.rounds(bytes, symbols) > 0) {
+                active.swap(count, i);
+                count += 1;
             }
-            a.at += i;
-            b.at += j;
-            c.at += k;
-            d.at += l;
-            a.bit += w.trailing_zeros() as usize;
-            b.bit += x.trailing_zeros() as usize;
-            c.bit += y.trailing_zeros() as usize;
-            d.bit += z.trailing_zeros() as usize;
+        }
+        match (count, active) {
+            (4, [Some(a), Some(b), Some(c), Some(d)]) => decode_rounds(bytes, table, [a, b, c, d], symbols),
+            (3, [Some(a), Some(b), Some(c), _]) => decode_rounds(bytes, table, [a, b, c], symbols),
+            (2, [Some(a), Some(b), ..]) => decode_rounds(bytes, table, [a, b], symbols),
+            (1, [Some(a), ..]) => decode_rounds(bytes, table, [a], symbols),
+            _ => return,
         }
     }
-    *streams = [a, b, c, d];
 }
 
-/// The next bits, from the highest down, and a mark: a 1 in the lowest bit, which moves up as bits are taken.
+/// As many rounds as all of these streams certainly have.
 #[inline(always)]
-fn next(bytes: &[u8], bit: usize) -> Option<u64> {
-    let next = bytes.get(bit / 8..)?.first_chunk()?;
-    Some(u64::from_be_bytes(*next) << (bit % 8) | 1)
-}
-
-#[inline(always)]
-fn lookup(table: &[u64; 1 << WINDOW], bits: &mut u64, at: &mut usize, symbols: &mut [u8; ROUND]) {
-    let entry = table[(*bits >> (64 - WINDOW)) as usize];
-    *bits = bits.wrapping_shl(entry as u32);
-    // At most 20. The mask shows the compiler that 8 bytes follow.
-    let begin = *at & 31;
-    symbols[begin..begin + 8].copy_from_slice(&(entry >> 8).to_le_bytes());
-    *at += (entry >> 56) as usize;
+fn decode_rounds<const N: usize>(
+    bytes: &[u8],
+    Lookups(table): Lookups<'_>,
+    mut streams: [&mut Stream; N],
+    symbols: &mut [u8],
+) {
+    let rounds = streams.iter().map(|stream| stream.rounds(bytes, symbols)).min().unwrap_or(0);
+    let mut bit = streams.each_ref().map(|stream| stream.bit);
+    let (from, to) = (bytes.as_ptr(), symbols.as_mut_ptr());
+    // SAFETY: within the symbols, as `rounds` is 0 otherwise and nothing is written.
+    let mut place = streams.each_ref().map(|stream| unsafe { to.add(if rounds > 0 { stream.at } else { 0 }) });
+    for _ in 0..rounds {
+        // The next bits, from the highest down, and a mark: a 1 in the lowest bit, which moves up as bits are taken.
+        let mut next = bit.map(|bit| {
+            // SAFETY: a round takes at most 55 bits, so 8 bytes from this one are within the bytes in each of the rounds.
+            let word = unsafe { from.add(bit / 8).cast::<[u8; 8]>().read() };
+            u64::from_be_bytes(word) << (bit % 8) | 1
+        });
+        for _ in 0..LOOKUPS {
+            for k in 0..N {
+                let entry = table[(next[k] >> (64 - WINDOW)) as usize];
+                next[k] = next[k].wrapping_shl(entry as u32);
+                // SAFETY: a round writes less than 40 bytes, and moves on by at most 25; each stream has 40 for each of the rounds.
+                unsafe {
+                    place[k].cast::<[u8; 8]>().write((entry >> 8).to_le_bytes());
+                    place[k] = place[k].add((entry >> 56) as usize);
+                }
+            }
+        }
+        for k in 0..N {
+            bit[k] = bit[k].wrapping_add(next[k].trailing_zeros() as usize);
+        }
+    }
+    for (k, stream) in streams.iter_mut().enumerate() {
+        stream.bit = bit[k];
+        stream.at = if rounds > 0 { place[k].addr() - to.addr() } else { stream.at };
+    }
 }

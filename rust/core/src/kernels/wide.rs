@@ -1,20 +1,23 @@
 //! Plain loops, compiled a second time for wide vectors. The `unsafe` here: calls of functions for instructions that were found.
 #![allow(unsafe_code, reason = "a call of a function for instructions that were found")]
 
-/// Runs `work`, compiled for AVX2 if the processor has it. Its loops give equal results: the compiler neither reorders nor fuses
+/// Runs `work`, compiled for AVX2 and BMI2 if the processor has both. Its loops give equal results: the compiler neither reorders nor fuses
 /// floating-point operations. For loops of whole rows; what `work` calls must be inlined to profit.
 #[inline]
 pub fn wide<R>(work: impl FnOnce() -> R) -> R {
     #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") {
-        // SAFETY: the processor has AVX2.
+    if std::arch::is_x86_feature_detected!("avx2")
+        && std::arch::is_x86_feature_detected!("bmi1")
+        && std::arch::is_x86_feature_detected!("bmi2")
+    {
+        // SAFETY: the processor has AVX2, BMI1 and BMI2.
         return unsafe { with_avx2(work) };
     }
     work()
 }
 
 #[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
+#[target_feature(enable = "avx2,bmi1,bmi2")]
 fn with_avx2<R>(work: impl FnOnce() -> R) -> R {
     work()
 }

@@ -4,6 +4,7 @@
 #![allow(clippy::disallowed_types, reason = "no test forks while another of its threads has locked a lock of its own")]
 
 mod allocations;
+mod apart;
 mod array_meta;
 mod chunked;
 mod contexts;

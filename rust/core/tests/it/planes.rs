@@ -1,9 +1,9 @@
 //! Packed rows: kernels give the bytes of naive loops, and blocks of any rows decode to them. A decoder written from the page of the
 //! format is in the fuzz target `planes`.
 
-use actshard_core::codec::planes::{HEADER, decode, encode, encoded_len};
-use actshard_core::kernels::planes::{Plane, merge, split};
-use actshard_core::kernels::prefix::{Stream, decode_together};
+use actshard_core::codec::planes::{HEADER, PackedBlock, decode, encode, encoded_len};
+use actshard_core::kernels::planes::{Plane, append_merged, merge, split};
+use actshard_core::kernels::prefix::{Lookups, Stream, decode_portably, decode_together};
 use proptest::prelude::*;
 
 fn rotated(value: u64, typesize: usize, sign: u32) -> u64 {
@@ -28,6 +28,7 @@ proptest! {
         bytes in prop::collection::vec(any::<u8>(), 0..6000),
         log in 0usize..4,
         zeros in 0u32..16,
+        part in prop::array::uniform2(any::<prop::sample::Index>()),
     ) {
         let typesize = 1 << log;
         let zeros = zeros.min(8 * typesize as u32 - 1);
@@ -52,8 +53,13 @@ proptest! {
             })
             .collect();
         let mut merged = vec![1, 2, 3];
-        merge(&parts, n, sign, &mut merged);
+        append_merged(&parts, n, sign, &mut merged);
         prop_assert_eq!(&merged[3..], &values[..]);
+        let [a, b] = part.map(|index| index.index(n + 1));
+        let some = a.min(b)..a.max(b);
+        let mut merged = vec![0x55; some.len() * typesize];
+        merge(&parts, some.clone(), sign, &mut merged);
+        prop_assert_eq!(&merged[..], &values[some.start * typesize..some.end * typesize]);
     }
 
     #[test]
@@ -61,6 +67,7 @@ proptest! {
         bytes in prop::collection::vec(any::<u8>(), 0..800),
         starts in prop::array::uniform4(0usize..800),
         symbols in 0usize..600,
+        cuts in prop::array::uniform4(0usize..600),
     ) {
         // Codes 0, 10 and 11 for the symbols 7, 8 and 9, as entries of as many as fit.
         let table: Vec<u64> = (0..2048u64).map(|bits| {
@@ -79,18 +86,25 @@ proptest! {
             }
             entry | used | count << 56
         }).collect();
-        let table: &[u64; 2048] = table.as_slice().try_into().unwrap();
+        let table = Lookups::new(table.as_slice().try_into().unwrap()).unwrap();
         let bit = |at: usize| u64::from(bytes[at / 8] >> (7 - at % 8) & 1);
         let mut streams = [0, 1, 2, 3].map(|k| Stream {
             bit: starts[k].min(8 * bytes.len()),
             at: k * symbols,
-            end: (k + 1) * symbols,
+            // Some streams are short, or empty.
+            end: k * symbols + if cuts[k] % 3 == 0 { cuts[k].min(symbols) } else { symbols },
         });
         let begins = streams;
         let mut plane = vec![0; 4 * symbols];
         decode_together(&bytes, table, &mut streams, &mut plane);
-        for (begin, end) in begins.iter().zip(&streams) {
+        let (mut portable, mut same) = (begins, vec![0; 4 * symbols]);
+        decode_portably(&bytes, table, &mut portable, &mut same);
+        prop_assert_eq!(&same, &plane);
+        for ((begin, end), other) in begins.iter().zip(&streams).zip(&portable) {
             prop_assert!(end.at <= end.end && end.bit <= 8 * bytes.len());
+            prop_assert_eq!((end.at, end.bit), (other.at, other.bit));
+            // It stops near an end only.
+            prop_assert!(end.end - end.at < 40 || bytes.len() - end.bit / 8 < 8);
             let mut at = begin.bit;
             for symbol in &plane[begin.at..end.at] {
                 let length = 1 + bit(at) as usize;
@@ -112,6 +126,7 @@ proptest! {
         repeats in 0usize..5,
         copies in prop::collection::vec((any::<prop::sample::Index>(), any::<prop::sample::Index>()), 0..20),
         copied in prop::bool::ANY,
+        picks in prop::collection::vec(any::<prop::sample::Index>(), 0..8),
     ) {
         let (typesize, width) = (1usize << log, scale.len());
         let mut state = seed;
@@ -139,8 +154,67 @@ proptest! {
         prop_assert!(block.len() <= rows.len() + HEADER);
         prop_assert_eq!(encoded_len(&block[..HEADER]).unwrap(), block.len() as u64);
         prop_assert_eq!(&encode(&rows, typesize, width).unwrap(), &block);
-        prop_assert_eq!(decode(&block, rows.len() as u64).unwrap(), rows);
+        prop_assert_eq!(&decode(&block, rows.len() as u64).unwrap(), &rows);
+        let all = rows.len() / row;
+        let numbers: Vec<u64> = picks.iter().filter(|_| all > 0).map(|pick| pick.index(all.max(1)) as u64).collect();
+        check_rows(&block, &rows, row, &numbers);
+        check_rows(&block, &rows, row, &(0..all as u64).collect::<Vec<_>>());
     }
+}
+
+/// Rows decoded apart are those of the whole block.
+fn check_rows(block: &[u8], rows: &[u8], row: usize, numbers: &[u64]) {
+    let parsed = PackedBlock::parse(block, rows.len() as u64).unwrap();
+    assert_eq!((parsed.row(), parsed.decoded()), (row, rows.len()));
+    let (mut made, mut next) = (vec![0x55; row], 0);
+    parsed
+        .rows(numbers, &mut |i, found| {
+            assert_eq!(i, next);
+            next += 1;
+            found.write(&mut made);
+            let begin = numbers[i] as usize * row;
+            assert_eq!(made, rows[begin..begin + row], "row {}", numbers[i]);
+        })
+        .unwrap();
+    assert_eq!(next, numbers.len());
+    let outside = [numbers, &[(rows.len() / row) as u64]].concat();
+    assert!(parsed.rows(&outside, &mut |_, _| panic!("a row that is not there")).is_err());
+}
+
+#[test]
+fn a_table_whose_lookups_would_leave_their_bounds_is_refused() {
+    let sound = [3 | 2 << 56; 2048];
+    assert!(Lookups::new(&sound).is_some());
+    for wrong in [0, 12, 64, 128, 139, 255, 3 | 6 << 56, 3 | 64 << 56, 3 | 127 << 56, 3 | 128 << 56, 3 | 255 << 56] {
+        let mut table = sound;
+        table[700] = wrong;
+        assert!(Lookups::new(&table).is_none(), "{wrong:x}");
+    }
+    for right in [1, 11, 11 | 5 << 56] {
+        let mut table = sound;
+        table[700] = right;
+        assert!(Lookups::new(&table).is_some(), "{right:x}");
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_streams_that_it_is_not_in() {
+    let value = |i: u32| (i.wrapping_mul(2_654_435_761) >> 20) as u16;
+    let (rows, row) = ((0..64 * 512).flat_map(|i| value(i).to_le_bytes()).collect::<Vec<u8>>(), 1024);
+    let mut block = encode(&rows, 2, 512).unwrap();
+    assert_eq!(block[21], 1, "planes");
+    // The last bytes belong to the last stream of the plane of high bytes, which is coded.
+    let end = block.len();
+    block[end - 40..].fill(0xff);
+    let wrong = decode(&block, rows.len() as u64);
+    let parsed = PackedBlock::parse(&block, rows.len() as u64).unwrap();
+    let mut made = vec![0; row];
+    for number in [0, 15, 20, 47] {
+        parsed.rows(&[number], &mut |_, found| found.write(&mut made)).unwrap();
+        let begin = number as usize * row;
+        assert_eq!(made, rows[begin..begin + row]);
+    }
+    assert!(wrong.is_err() || wrong.is_ok_and(|decoded| decoded != rows));
 }
 
 #[test]

@@ -6,6 +6,7 @@
 //! from the highest down; the last byte is filled up with zeros.
 
 use crate::error::{Error, Kind, Result};
+use crate::kernels::wide;
 use crate::memory;
 
 /// The longest code, in bits.
@@ -51,15 +52,16 @@ pub fn count(plane: &[u8]) -> [u32; 256] {
     *first
 }
 
-/// The code of a plane of `n` symbols if it saves one byte of [`LEAST_SAVED`].
-pub fn lengths_that_pay(counts: &[u32; 256], n: usize) -> Option<CodeLengths> {
+/// The code of a plane of `n` symbols, and the most bytes of the coded plane, if it saves one byte of [`LEAST_SAVED`].
+pub fn lengths_that_pay(counts: &[u32; 256], n: usize) -> Option<(CodeLengths, usize)> {
     // The entropy is at least log2(n^2 / sum of count^2), and 2^7.5 = 181: most planes of mantissas need no code to be rejected.
     let squares: u64 = counts.iter().map(|count| u64::from(*count).pow(2)).sum();
     if u128::from(squares) * 181 <= (n as u128).pow(2) {
         return None;
     }
     let lengths = lengths(counts);
-    (coded_bytes(counts, &lengths) + n / LEAST_SAVED < n).then_some(lengths)
+    let bytes = coded_bytes(counts, &lengths);
+    (bytes + n / LEAST_SAVED < n).then_some((lengths, bytes))
 }
 
 /// The lengths of an optimal code of at most [`LONGEST`] bits, for at least two symbols: the package-merge algorithm (Larmore and
@@ -152,79 +154,98 @@ impl Canonical {
     }
 }
 
-/// Bits of codes, and their number.
-#[derive(Clone, Copy, Debug, Default)]
-struct CodeBits {
-    bits: u64,
-    count: u32,
-}
-
-impl CodeBits {
-    /// This one, followed by another.
-    #[inline(always)]
-    fn then(self, next: CodeBits) -> CodeBits {
-        // At most 62 bits: checks of overflow would take a third of the time.
-        CodeBits { bits: self.bits.wrapping_shl(next.count) | next.bits, count: self.count.wrapping_add(next.count) }
-    }
-}
-
-/// Each symbol's code.
-fn codes(lengths: &CodeLengths) -> [CodeBits; 256] {
-    let mut codes = [CodeBits::default(); 256];
+/// Each symbol's code: its bits, and their number in the highest byte.
+fn codes(lengths: &CodeLengths) -> [u64; 256] {
+    let mut codes = [0; 256];
     let canonical = Canonical::new(lengths);
     let mut bits = 0;
     for (length, count) in (1..=LONGEST).zip(1..) {
         bits <<= 1;
         for symbol in canonical.of_length(length) {
-            codes[usize::from(*symbol)] = CodeBits { bits, count };
+            codes[usize::from(*symbol)] = bits | count << COUNT;
             bits += 1;
         }
     }
     codes
 }
 
+/// Where a code's number of bits begins.
+const COUNT: u32 = 56;
+/// Bytes of a write.
+pub const WRITTEN: usize = 8;
 /// Symbols between two writes: with the bits of an unfinished byte they fill less than 64.
 const TOGETHER: usize = 5;
 
-/// Appends a plane in this code.
-pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &CodeLengths) -> Result<()> {
+/// A place in a block where streams are written.
+struct Writer<'a> {
+    block: &'a mut [u8],
+    at: usize,
+    /// The bits of an unfinished byte, the lowest `count`; older ones above them are written.
+    bits: u64,
+    count: u32,
+}
+
+impl Writer<'_> {
+    /// Writes a stream; returns where it ends.
+    #[inline(always)]
+    fn write_all(mut self, symbols: &[u8], codes: &[u64; 256]) -> usize {
+        let (groups, rest) = symbols.as_chunks::<TOGETHER>();
+        for group in groups {
+            self.write(group.map(|symbol| codes[usize::from(symbol)]));
+        }
+        for symbol in rest {
+            self.write([codes[usize::from(*symbol)]]);
+        }
+        self.at + usize::from(self.count > 0)
+    }
+
+    /// Appends codes of at most 55 bits in total.
+    #[inline(always)]
+    fn write<const N: usize>(&mut self, codes: [u64; N]) {
+        // First without the bits before: only the last step waits for the codes before.
+        let (mut bits, mut count) = (0u64, 0u32);
+        for code in codes {
+            let more = (code >> COUNT) as u32;
+            bits = bits.wrapping_shl(more) | code & ((1 << COUNT) - 1);
+            count = count.wrapping_add(more);
+        }
+        self.bits = self.bits.wrapping_shl(count) | bits;
+        self.count = self.count.wrapping_add(count);
+        // Never 0 bits: a symbol has at least one.
+        let word = self.bits.wrapping_shl(64u32.wrapping_sub(self.count)).to_be_bytes();
+        if let Some(place) = self.block.get_mut(self.at..).and_then(<[u8]>::first_chunk_mut) {
+            *place = word;
+        }
+        self.at = self.at.wrapping_add((self.count / 8) as usize);
+        self.count %= 8;
+    }
+}
+
+/// Appends a plane in this code, which takes at most `most` bytes.
+pub fn append(block: &mut Vec<u8>, plane: &[u8], lengths: &CodeLengths, most: usize) -> Result<()> {
+    // A write has 8 bytes.
+    let room = (block.len() + most + WRITTEN) as u64;
     let (first, last) = range(lengths);
     // Both are below 256.
     block.extend([u8::try_from(first).unwrap_or(0), u8::try_from(last - first).unwrap_or(0)]);
     block.extend(lengths[first..=last].chunks(2).map(|pair| pair[0] | pair.get(1).unwrap_or(&0) << 4));
-    let mut at = block.len();
-    let header = at;
-    at += 4 * STREAMS;
+    let header = block.len();
     let codes = codes(lengths);
-    let quarter = plane.len().div_ceil(STREAMS);
-    // A symbol has at most 11 bits, and a write 8 bytes.
-    let most = 4 * STREAMS + plane.len() * 11 / 8 + 8 + STREAMS;
-    memory::resize(block, (header + most) as u64)?;
-    for (number, symbols) in plane.chunks(quarter.max(1)).enumerate() {
-        let begin = at;
-        // The bits of an unfinished byte, below older ones that are written.
-        let mut unfinished = CodeBits::default();
-        let mut write = |code: CodeBits| {
-            // Never 0 bits: a symbol has at least one.
-            block[at..at + 8].copy_from_slice(&(code.bits << (64 - code.count)).to_be_bytes());
-            at += (code.count / 8) as usize;
-            CodeBits { count: code.count % 8, ..code }
-        };
-        let (groups, rest) = symbols.as_chunks::<TOGETHER>();
-        for group in groups {
-            // In pairs: only the last step waits for the group before.
-            let [a, b, c, d, e] = group.map(|symbol| codes[usize::from(symbol)]);
-            unfinished = write(unfinished.then(a.then(b).then(c.then(d)).then(e)));
-        }
-        for symbol in rest {
-            unfinished = write(unfinished.then(codes[usize::from(*symbol)]));
-        }
-        at += usize::from(unfinished.count > 0);
-        // A stream has less than 2^32 bytes.
-        let length = u32::try_from(at - begin).unwrap_or(u32::MAX);
-        block[header + 4 * number..][..4].copy_from_slice(&length.to_le_bytes());
+    memory::resize(block, room)?;
+    let mut sizes = [0; STREAMS];
+    let mut end = header + 4 * STREAMS;
+    for (size, symbols) in sizes.iter_mut().zip(plane.chunks(plane.len().div_ceil(STREAMS).max(1))) {
+        let begin = end;
+        end = wide(
+            #[inline(always)]
+            || Writer { block, at: begin, bits: 0, count: 0 }.write_all(symbols, &codes),
+        );
+        *size = end - begin;
     }
-    block.truncate(at);
-    debug_assert!((0..STREAMS).map(|k| number(block, header + 4 * k)).sum::<usize>() == at - header - 4 * STREAMS);
+    for (field, size) in block[header..].chunks_exact_mut(4).zip(sizes) {
+        // A stream has less than 2^32 bytes.
+        field.copy_from_slice(&u32::try_from(size).unwrap_or(u32::MAX).to_le_bytes());
+    }
+    block.truncate(end);
     Ok(())
 }

@@ -21,102 +21,21 @@
 //!
 //! If any rows are copies, an index follows the header: the number of the stored row of each row.
 
+mod block;
 mod code;
+mod header;
 mod repeats;
+mod scratch;
 mod table;
 
-use std::cell::Cell;
-
-use self::code::{damaged, number};
-use self::repeats::{COPIES, INDEXED, RowIndex, StoredRows};
+pub use self::block::{BlockRow, PackedBlock};
+pub use self::header::HEADER;
+use self::header::{BlockHeader, CODED_PLANE, CONSTANT_PLANE, MAGIC, MOST, PLANES, RAW, RAW_PLANE};
+use self::repeats::StoredRows;
+use self::scratch::with_scratch;
 use crate::error::{Error, Kind, Result};
-use crate::kernels::planes::{Plane, merge, split};
+use crate::kernels::planes::split;
 use crate::memory;
-
-/// Bytes of a block's header.
-pub const HEADER: usize = 24;
-const MAGIC: [u8; 4] = *b"APL1";
-
-const RAW: u8 = 0;
-const PLANES: u8 = 1;
-
-const RAW_PLANE: u8 = 0;
-const CONSTANT_PLANE: u8 = 1;
-const CODED_PLANE: u8 = 2;
-
-/// The largest block, as of every codec here.
-const MOST: usize = i32::MAX as usize;
-/// A thread keeps at most this much memory for decoded planes.
-const KEPT: usize = 1 << 20;
-
-thread_local! {
-    static SCRATCH: Cell<Vec<u8>> = const { Cell::new(Vec::new()) };
-}
-
-/// The header's fields, checked against each other.
-#[derive(Debug)]
-struct BlockHeader {
-    encoded: usize,
-    decoded: usize,
-    row: usize,
-    stored: usize,
-    typesize: usize,
-    way: u8,
-    repeats: u8,
-    sign: u32,
-}
-
-impl BlockHeader {
-    fn parse(block: &[u8]) -> Result<BlockHeader> {
-        let Some((head, _)) = block.split_first_chunk::<HEADER>() else {
-            return Err(damaged(format!("expected a header of {HEADER} bytes, found {} bytes", block.len())));
-        };
-        if !head.starts_with(&MAGIC) {
-            return Err(damaged(format!("byte 0: expected 'APL1', found {:02x?}", &head[..4])));
-        }
-        let header = BlockHeader {
-            encoded: number(head, 4),
-            decoded: number(head, 8),
-            row: number(head, 12),
-            stored: number(head, 16),
-            typesize: usize::from(head[20]),
-            way: head[21],
-            repeats: head[22],
-            sign: u32::from(head[23]),
-        };
-        let BlockHeader { encoded, decoded, row, stored, typesize, way, repeats, sign } = header;
-        let wrong = |at: usize, expected: &str, found: usize| {
-            Err(damaged(format!("byte {at}: expected {expected}, found {found}")))
-        };
-        if !(HEADER..=MOST).contains(&encoded) {
-            return wrong(4, "a length of the block from 24 to 2^31 - 1", encoded);
-        }
-        if decoded > MOST {
-            return wrong(8, "a decoded length below 2^31", decoded);
-        }
-        if !matches!(typesize, 1 | 2 | 4 | 8) {
-            return wrong(20, "values of 1, 2, 4 or 8 bytes", typesize);
-        }
-        if row == 0 || !row.is_multiple_of(typesize) || !decoded.is_multiple_of(row) {
-            return wrong(12, &format!("bytes of a row of whole values, a divisor of {decoded}"), row);
-        }
-        if stored > decoded / row {
-            return wrong(16, &format!("at most {} stored rows", decoded / row), stored);
-        }
-        if way > PLANES {
-            return wrong(21, "way 0 or 1", usize::from(way));
-        }
-        if !repeats::is_possible(repeats, stored, decoded / row) {
-            let rest = decoded / row - stored;
-            return wrong(22, &format!("a kind of the {rest} rows beyond {stored} stored ones"), usize::from(repeats));
-        }
-        let most = if way == PLANES { 8 * typesize - 1 } else { 0 };
-        if sign as usize > most {
-            return wrong(23, &format!("a bit up to {most}"), sign as usize);
-        }
-        Ok(header)
-    }
-}
 
 /// The length of a block, from its first bytes: at least [`HEADER`] of them.
 ///
@@ -159,7 +78,7 @@ pub fn encode(rows: &[u8], typesize: usize, width: usize) -> Result<Vec<u8>> {
 /// The block of stored rows, which decode to `decoded` bytes.
 fn block_of(stored: &StoredRows<'_>, decoded: usize, row: usize, typesize: usize) -> Result<Vec<u8>> {
     let body = HEADER + stored.index.len();
-    let mut block = memory::reserve((body + stored.bytes.len() + typesize) as u64)?;
+    let mut block = memory::reserve((body + stored.bytes.len() + typesize + code::WRITTEN) as u64)?;
     block.resize(HEADER, 0);
     block.extend_from_slice(&stored.index);
     let (mut way, mut sign) = (PLANES, append_planes(&mut block, &stored.bytes, typesize)?);
@@ -188,35 +107,26 @@ fn append_planes(block: &mut Vec<u8>, rows: &[u8], typesize: usize) -> Result<u3
     if n == 0 {
         return Ok(0);
     }
-    let mut planes = memory::bytes(rows.len() as u64)?;
-    let sign = split(rows, typesize, &mut planes);
-    for plane in planes.chunks_exact(n) {
-        let counts = code::count(plane);
-        if let Some(value) = counts.iter().position(|count| *count as usize == n) {
-            // Below 256.
-            block.extend([CONSTANT_PLANE, u8::try_from(value).unwrap_or(0)]);
-            continue;
-        }
-        match code::lengths_that_pay(&counts, n) {
-            Some(lengths) => {
-                block.push(CODED_PLANE);
-                code::append(block, plane, &lengths)?;
-            }
-            None => {
-                block.push(RAW_PLANE);
-                block.extend_from_slice(plane);
-            }
-        }
-    }
-    Ok(sign)
+    with_scratch(rows.len(), |planes| {
+        let sign = split(rows, typesize, planes);
+        planes.chunks_exact(n).try_for_each(|plane| append_plane(block, plane)).map(|()| sign)
+    })
 }
 
-/// A plane of a block.
-#[derive(Clone, Copy, Debug)]
-enum StoredPlane<'a> {
-    Plain(Plane<'a>),
-    /// Its number among the decoded planes.
-    Decoded(usize),
+fn append_plane(block: &mut Vec<u8>, plane: &[u8]) -> Result<()> {
+    let counts = code::count(plane);
+    if let Some(value) = counts.iter().position(|count| *count as usize == plane.len()) {
+        // Below 256.
+        block.extend([CONSTANT_PLANE, u8::try_from(value).unwrap_or(0)]);
+        return Ok(());
+    }
+    if let Some((lengths, most)) = code::lengths_that_pay(&counts, plane.len()) {
+        block.push(CODED_PLANE);
+        return code::append(block, plane, &lengths, most);
+    }
+    block.push(RAW_PLANE);
+    block.extend_from_slice(plane);
+    Ok(())
 }
 
 /// Unpacks a block, which must be all of `block` and decode to at most `limit` bytes.
@@ -224,106 +134,5 @@ enum StoredPlane<'a> {
 /// # Errors
 /// [`Kind::Format`]: the block is damaged; the message has the byte offset. [`Kind::NoMemory`].
 pub fn decode(block: &[u8], limit: u64) -> Result<Vec<u8>> {
-    let header = BlockHeader::parse(block)?;
-    let BlockHeader { encoded, decoded, row, stored, .. } = header;
-    if encoded != block.len() {
-        return Err(damaged(format!("byte 4: expected a block of {} bytes, found {encoded}", block.len())));
-    }
-    if decoded as u64 > limit {
-        return Err(damaged(format!("byte 8: expected at most {limit} decoded bytes, found {decoded}")));
-    }
-    let index = match header.repeats {
-        INDEXED => Some(RowIndex::parse(block, HEADER, decoded / row, stored)?),
-        _ => None,
-    };
-    let body = HEADER + index.map_or(0, |index| index.len());
-    let kept = stored * row;
-    if header.way == RAW && block.len() - body != kept {
-        return Err(damaged(format!("byte {body}: expected {kept} raw bytes, found {}", block.len() - body)));
-    }
-    let mut rows = memory::reserve(decoded as u64)?;
-    if header.way == RAW {
-        rows.extend_from_slice(&block[body..]);
-    } else {
-        SCRATCH.with(|kept_scratch| {
-            let mut scratch = kept_scratch.take();
-            let unpacked = unpack_planes(block, body, &header, &mut scratch, &mut rows);
-            if scratch.capacity() <= KEPT {
-                kept_scratch.set(scratch);
-            }
-            unpacked
-        })?;
-    }
-    if header.repeats == COPIES {
-        for _ in stored..decoded / row {
-            rows.extend_from_within(kept - row..kept);
-        }
-    }
-    memory::resize(&mut rows, decoded as u64)?;
-    if let Some(index) = index {
-        index.expand(&mut rows, row);
-    }
-    Ok(rows)
-}
-
-/// Appends the stored rows of a block in planes, which begin at byte `body`.
-fn unpack_planes(
-    block: &[u8],
-    body: usize,
-    header: &BlockHeader,
-    scratch: &mut Vec<u8>,
-    rows: &mut Vec<u8>,
-) -> Result<()> {
-    let BlockHeader { row, stored, typesize, sign, .. } = *header;
-    let n = stored * row / typesize;
-    let mut at = body;
-    let mut planes = [StoredPlane::Plain(Plane::Constant(0)); 8];
-    let mut used = 0;
-    for (number, plane) in planes[..typesize].iter_mut().enumerate() {
-        if n == 0 {
-            break;
-        }
-        let short = |at: usize| damaged(format!("byte {at}: the block ends in plane {number} of {typesize}"));
-        let kind = *block.get(at).ok_or_else(|| short(at))?;
-        at += 1;
-        *plane = match kind {
-            RAW_PLANE => {
-                let bytes = block.get(at..).and_then(|rest| rest.get(..n)).ok_or_else(|| short(at))?;
-                at += n;
-                StoredPlane::Plain(Plane::Bytes(bytes))
-            }
-            CONSTANT_PLANE => {
-                let value = *block.get(at).ok_or_else(|| short(at))?;
-                at += 1;
-                StoredPlane::Plain(Plane::Constant(value))
-            }
-            CODED_PLANE => {
-                let coded = table::Coded::parse(block, at, n)?;
-                let end = (used + 1) * n;
-                if scratch.len() < end {
-                    memory::resize(scratch, end as u64)?;
-                }
-                coded.decode(block, &mut scratch[used * n..end])?;
-                at = coded.end();
-                used += 1;
-                StoredPlane::Decoded(used - 1)
-            }
-            other => {
-                let at = at - 1;
-                return Err(damaged(format!("byte {at}: expected a plane of kind 0, 1 or 2, found {other}")));
-            }
-        };
-    }
-    if at != block.len() {
-        return Err(damaged(format!(
-            "byte {at}: expected the end of the block, found {} more bytes",
-            block.len() - at
-        )));
-    }
-    let planes = planes.map(|plane| match plane {
-        StoredPlane::Plain(plane) => plane,
-        StoredPlane::Decoded(number) => Plane::Bytes(&scratch[number * n..(number + 1) * n]),
-    });
-    merge(&planes[..typesize], n, sign, rows);
-    Ok(())
+    PackedBlock::parse(block, limit)?.decode()
 }

@@ -141,6 +141,11 @@ fn first_occurrences(rows: &[u8], row: usize) -> Result<Option<Vec<usize>>> {
     Ok(firsts)
 }
 
+/// The value of one or two bytes.
+fn value_of(number: &[u8]) -> usize {
+    usize::from(number[0]) | number.get(1).map_or(0, |high| usize::from(*high) << 8)
+}
+
 /// The stored row of each row of a block.
 #[derive(Clone, Copy, Debug)]
 pub struct RowIndex<'a> {
@@ -174,9 +179,13 @@ impl<'a> RowIndex<'a> {
         self.numbers.len()
     }
 
+    /// The stored row of a row.
+    pub fn get(&self, place: usize) -> Option<usize> {
+        self.numbers.chunks_exact(self.width).nth(place).map(value_of)
+    }
+
     fn iter(&self) -> impl DoubleEndedIterator<Item = usize> + ExactSizeIterator + 'a {
-        let low = |number: &[u8]| usize::from(number[0]) | number.get(1).map_or(0, |high| usize::from(*high) << 8);
-        self.numbers.chunks_exact(self.width).map(low)
+        self.numbers.chunks_exact(self.width).map(value_of)
     }
 
     /// Puts all rows in their places; the stored ones are the first of `rows`.

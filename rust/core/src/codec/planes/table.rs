@@ -6,7 +6,8 @@
 
 use super::code::{Canonical, CodeLengths, LONGEST, STREAMS, damaged, number};
 use crate::error::Result;
-use crate::kernels::prefix::{Stream, decode_together};
+use crate::kernels::prefix::{Lookups, Stream, decode_together};
+use crate::kernels::wide;
 
 /// Symbols of an entry, at most.
 const MOST: u64 = 5;
@@ -84,15 +85,25 @@ impl Coded {
         self.streams[STREAMS]
     }
 
-    /// Decodes the plane.
-    pub fn decode(&self, block: &[u8], plane: &mut [u8]) -> Result<()> {
-        let tables = tables(&self.lengths);
-        let Some(table) = tables.last_chunk::<{ 1 << LONGEST }>() else { return Ok(()) };
+    /// Decodes the plane: all of it, or each stream up to an end.
+    pub fn decode(&self, block: &[u8], plane: &mut [u8], ends: Option<[usize; STREAMS]>) -> Result<()> {
+        let mut tables = [0; 2 << LONGEST];
+        let table = wide(
+            #[inline(always)]
+            || {
+                fill(&mut tables, &self.lengths);
+                tables.last_chunk().and_then(Lookups::new)
+            },
+        );
+        let Some(table) = table else { return Ok(()) };
         let quarter = plane.len().div_ceil(STREAMS);
-        let mut streams: [Stream; STREAMS] = [0, 1, 2, 3].map(|k| Stream {
-            bit: 8 * self.streams[k],
-            at: (k * quarter).min(plane.len()),
-            end: ((k + 1) * quarter).min(plane.len()),
+        let mut streams: [Stream; STREAMS] = [0, 1, 2, 3].map(|k| {
+            let end = ((k + 1) * quarter).min(plane.len());
+            Stream {
+                bit: 8 * self.streams[k],
+                at: (k * quarter).min(end),
+                end: ends.map_or(end, |ends| ends[k].min(end)),
+            }
         });
         decode_together(block, table, &mut streams, plane);
         for (k, stream) in streams.iter_mut().enumerate() {
@@ -101,7 +112,7 @@ impl Coded {
             let spent = stream.bit.div_ceil(8);
             let padding = 8 * spent - stream.bit;
             let is_clear = padding == 0 || block.get(spent - 1).is_some_and(|last| last & ((1 << padding) - 1) == 0);
-            if spent != end || !is_clear {
+            if spent > end || ends.is_none() && (spent != end || !is_clear) {
                 return Err(damaged(format!(
                     "byte {begin}: expected a stream that ends at byte {end}, found one that ends at {spent}"
                 )));
@@ -112,21 +123,21 @@ impl Coded {
 }
 
 /// Decodes the rest of a stream, one symbol after the other. Bits after the end of `bytes` are 0.
-fn decode_rest(bytes: &[u8], table: &[u64; 1 << LONGEST], stream: &mut Stream, plane: &mut [u8]) {
-    for symbol in &mut plane[stream.at..stream.end] {
+fn decode_rest(bytes: &[u8], table: Lookups<'_>, stream: &mut Stream, plane: &mut [u8]) {
+    for symbol in plane.get_mut(stream.at..stream.end).unwrap_or_default() {
         let rest = bytes.get(stream.bit / 8..).unwrap_or(&[]);
         let next = [0, 1, 2].map(|k| rest.get(k).copied().unwrap_or(0));
         let window = u32::from_be_bytes([next[0], next[1], next[2], 0]) << (stream.bit % 8);
-        let entry = table[(window >> (32 - LONGEST)) as usize];
-        *symbol = entry.to_le_bytes()[1];
-        stream.bit += (entry >> FIRST_BITS) as usize & 0xff;
+        let (first, bits) = table.first((window >> (32 - LONGEST)) as usize);
+        *symbol = first;
+        stream.bit += bits;
     }
-    stream.at = stream.end;
+    stream.at = stream.end.max(stream.at);
 }
 
-/// The tables of a complete code.
-fn tables(lengths: &CodeLengths) -> Tables {
-    let mut tables = [0; 2 << LONGEST];
+/// Fills the tables of a complete code.
+#[inline(always)]
+fn fill(tables: &mut Tables, lengths: &CodeLengths) {
     // Of each table, the most symbols of an entry.
     let mut most = [0; LONGEST + 1];
     let canonical = Canonical::new(lengths);
@@ -156,5 +167,4 @@ fn tables(lengths: &CodeLengths) -> Tables {
             }
         }
     }
-    tables
 }
