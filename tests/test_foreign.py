@@ -48,6 +48,7 @@ def _safetensors(header: bytes) -> bytes:
 
 NPY = saved(lambda file: np.save(file, ARRAY))
 TABLE = pa.table({"x": [1.0]})
+VECTORS = saved(lambda file: pq.write_table(pa.table({"hidden": [[1.0, 2.0]]}), file))
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 1234\n"
 CONTENTS = {
     "pointer of Git LFS: git lfs pull": LFS,
@@ -201,3 +202,28 @@ def test_a_name_of_the_hub_typed_as_a_path_is_named(path: str, monkeypatch: pyte
     (tmp_path / "lab").mkdir()
     with pytest.raises(actshard.MissingFileError, match="found nothing$"):
         actshard.open("lab/acts")
+
+
+def test_a_guess_without_arrays_describes_what_lies_there(tmp_path: Path) -> None:
+    cases = {
+        "zip": ({"acts.zip": _zip("acts/0.npy", NPY)}, "acts.zip: a zip archive: unzip acts.zip"),
+        "table": ({"a.parquet": CONTENTS["parquet: give it"]}, "found a.parquet without such a column, with x"),
+        "vectors": ({"a.parquet": VECTORS}, "it is a parquet_vectors dataset, which needs no description"),
+    }
+    for name, (files, text) in cases.items():
+        (tmp_path / name).mkdir()
+        for file, data in files.items():
+            (tmp_path / name / file).write_bytes(data)
+        for path in (tmp_path / name, tmp_path / name / file):
+            done = run_command("info", "--guess", path)
+            assert done.returncode != 0
+            assert text in done.stderr
+            assert "\n" not in done.stderr.strip()
+
+
+def test_a_guess_of_a_file_describes_it_for_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "acts.npy").write_bytes(NPY)
+    np.save(tmp_path / "larger.npy", np.zeros((8, 9), np.float32))
+    done = run_command("info", "--guess", tmp_path / "acts.npy")
+    assert done.returncode == 0
+    assert np.array_equal(actshard.open(tmp_path, layout=done.stdout).gather(0, [0, 1, 2], 0), ARRAY)

@@ -246,13 +246,15 @@ def _named_lists(file: OpenedFile) -> dict[tuple[Name, ...], int]:
     }
 
 
-def guess(root: Location) -> Proposal:
-    """Proposes a description of a folder.
+def guess(path: Location) -> Proposal:
+    """Proposes a description of a folder, or of one file for the folder that contains it.
 
     Raises:
-        FormatError: no file in the folder contains a floating-point array with two or more axes.
+        MissingFileError: there is neither a folder nor a file.
+        FormatError: no file contains a floating-point array with two or more axes.
     """
-    groups = _groups(root)
+    root = path if path.kind() == "folder" else path.parent
+    groups = _groups(root) if root is path else [_Group(path.name, [path], path.regular("read").size)]
     for group in groups:
         kind = kind_of(group.files[0].name, _PART)
         if kind == "raw":
