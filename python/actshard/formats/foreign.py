@@ -66,7 +66,9 @@ _FOLDERS: tuple[FolderKind, ...] = (
     FolderKind(("_versions",), _LANCE),
     FolderKind(
         ("refs", "snapshots", "manifests"),
-        FileKind("a repository of Icechunk", "zarr.copy_all(zarr.open_group(SESSION.store), GROUP) writes a Zarr group"),
+        FileKind(
+            "a repository of Icechunk", "zarr.copy_all(zarr.open_group(SESSION.store), GROUP) writes a Zarr group"
+        ),
     ),
     FolderKind(
         ("*.tar",),
@@ -91,11 +93,11 @@ _FOLDERS: tuple[FolderKind, ...] = (
         ("*.array_record*",),
         FileKind("an ArrayRecord", _written_again("iterate over grain.sources.ArrayRecordDataSource(PATHS)")),
     ),
-    FolderKind(
-        ("activations.pt", "ranges.pt", "indices.pt"), FileKind("sparse latents of diffing-toolkit", _LATENTS)
-    ),
+    FolderKind(("activations.pt", "ranges.pt", "indices.pt"), FileKind("sparse latents of diffing-toolkit", _LATENTS)),
     FolderKind(("adapter_config.json",), FileKind("weights of an adapter (PEFT), not activations", _CAPTURED)),
-    FolderKind(("cfg.json", "sae*.safetensors"), FileKind("weights of a sparse autoencoder, not activations", _CAPTURED)),
+    FolderKind(
+        ("cfg.json", "sae*.safetensors"), FileKind("weights of a sparse autoencoder, not activations", _CAPTURED)
+    ),
     FolderKind(("config.json", "model*.safetensors"), FileKind("weights of a model, not activations", _CAPTURED)),
     FolderKind(("config.json", "pytorch_model*.bin"), FileKind("weights of a model, not activations", _CAPTURED)),
     FolderKind(("zero_pp_rank_*",), FileKind("a checkpoint of DeepSpeed, not activations", _CAPTURED)),
@@ -204,7 +206,11 @@ _BYTES: tuple[tuple[Callable[[bytes], bool], tuple[str, ...], FileKind], ...] = 
             'pyarrow.parquet.write_table(pyarrow.orc.read_table(FILE), "data.parquet") writes a parquet file',
         ),
     ),
-    (_starts(b"Obj\x01"), (), FileKind("an Avro file", _written_again("iterate over fastavro.reader(open(FILE, 'rb'))"))),
+    (
+        _starts(b"Obj\x01"),
+        (),
+        FileKind("an Avro file", _written_again("iterate over fastavro.reader(open(FILE, 'rb'))")),
+    ),
     (
         lambda data: data[257:262] == b"ustar",
         (),

@@ -100,7 +100,9 @@ def _existing(root: Location, path: object) -> Location:
     look(root).refuse("staging")
     name = _HUB.fullmatch(path) if isinstance(path, str) else None
     is_hub_name = name is not None and not root.parent.exists()
-    remedy = f". A dataset of the Hugging Face hub is hf://datasets/{name[1]}" if name is not None and is_hub_name else ""
+    remedy = (
+        f". A dataset of the Hugging Face hub is hf://datasets/{name[1]}" if name is not None and is_hub_name else ""
+    )
     raise MissingFileError(f"expected a dataset, found nothing{remedy}", path=root)
 
 
@@ -388,7 +390,9 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
         return f"a file of a web server, {answer.name}: {answer.remedy}"
     if kind != "folder":
         summary = "a file" if kind == "file" else "a special file"
-        reasons = reasons or ([] if texts else ["a dataset is usually a folder: pass the folder that contains the file"])
+        reasons = reasons or (
+            [] if texts else ["a dataset is usually a folder: pass the folder that contains the file"]
+        )
     elif entries is not None:
         summary = f"a folder with {_summary(entries)}, which no format recognises"
     text = "; ".join([summary, *reasons, *texts])

@@ -5,6 +5,7 @@
 use std::sync::Arc;
 
 use super::array_chunks::ChunkList;
+use super::array_pieces::PieceList;
 use super::order::{self, advance};
 use crate::codec::inflate::DeflatedRange;
 use crate::dtype::{Cast, DType};
@@ -54,8 +55,17 @@ pub struct ArrayPlace {
     pub at: u64,
     /// The deflated bytes that contain the array.
     pub inside: Option<Region>,
-    /// The chunks of an array whose elements are not in one range. Its strides are those of C order.
-    pub chunks: Option<Arc<ChunkList>>,
+    /// The parts of an array whose elements are not in one range. Its strides are those of C order, unless it is transposed.
+    pub parts: Option<Arc<ArrayParts>>,
+}
+
+/// The parts of an array.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ArrayParts {
+    /// Chunks of a grid.
+    Chunks(ChunkList),
+    /// Arrays joined along an axis.
+    Pieces(PieceList),
 }
 
 impl ArrayPlace {
@@ -82,6 +92,17 @@ impl ArrayPlace {
         last?.checked_add(1)?.checked_mul(self.item())
     }
 
+    /// The same array with its axes in another order; `None` if `order` does not name each axis once.
+    pub fn transposed(&self, order: &[usize]) -> Option<ArrayPlace> {
+        let mut sorted = order.to_vec();
+        sorted.sort_unstable();
+        if !sorted.into_iter().eq(0..self.shape.len()) || self.strides.len() != self.shape.len() {
+            return None;
+        }
+        let of = |values: &[u64]| order.iter().map(|axis| values[*axis]).collect();
+        Some(ArrayPlace { shape: of(&self.shape), strides: of(&self.strides), ..self.clone() })
+    }
+
     /// The strides of elements in C order.
     pub fn dense(shape: &[u64]) -> Vec<u64> {
         order::dense(shape)
@@ -97,8 +118,19 @@ impl Region {
 
 /// An array's elements in C order and native byte order.
 pub fn read(source: &dyn Source, place: &ArrayPlace, context: &mut Context<'_>) -> Result<Vec<u8>> {
-    if let Some(chunks) = &place.chunks {
-        return chunks.read(source, (&place.shape, place.dtype, place.swapped), context);
+    if let Some(parts) = &place.parts {
+        let content = match &**parts {
+            ArrayParts::Chunks(chunks) => chunks.read(source, (place.dtype, place.swapped), context)?,
+            ArrayParts::Pieces(pieces) => pieces.read(source, context)?,
+        };
+        if place.strides == ArrayPlace::dense(&place.shape) {
+            return Ok(content);
+        }
+        let (whole, size) = (ArrayPlace { swapped: false, parts: None, at: 0, ..place.clone() }, content.len() as u64);
+        if whole.extent() != Some(size) {
+            return Err(Error::new(Kind::Format, format!("parts of an array of shape {:?}: other sizes", place.shape)));
+        }
+        return read(&Held::new(source.location().clone(), content.into()), &whole, context);
     }
     let (item, count, extent) = (place.item(), place.count(), place.extent());
     let most = source.size().saturating_mul(64).max(ALWAYS).max(place.inside.map_or(0, |region| region.size));
@@ -332,7 +364,7 @@ mod tests {
                 strides = ArrayPlace::dense(&reversed).into_iter().rev().collect();
             }
             let dtype = if wide { DType::F32 } else { DType::F16 };
-            let place = ArrayPlace { dtype, swapped, shape, strides, at, inside: None, chunks: None };
+            let place = ArrayPlace { dtype, swapped, shape, strides, at, inside: None, parts: None };
             let len = at + place.extent().unwrap();
             let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + i / 251) as u8).collect();
             let source = Held::new(Location::object("test", "a"), bytes.clone().into());
@@ -359,7 +391,7 @@ mod tests {
                 strides,
                 at: 0,
                 inside: None,
-                chunks: None,
+                parts: None,
             };
             assert_eq!(
                 read(&source, &place, &mut Context::of_caller(&mut || true)).unwrap_err().kind,
