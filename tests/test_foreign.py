@@ -197,10 +197,10 @@ def test_any_first_bytes_are_looked_at(data: bytes, tmp_path: Path) -> None:
 def test_a_name_of_the_hub_typed_as_a_path_is_named(path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for call in (actshard.open, actshard.verify):
-        with pytest.raises(actshard.MissingFileError, match="hub is hf://datasets/lab/acts$"):
+        with pytest.raises(actshard.MissingFileError, match=r"hub is hf://datasets/lab/acts$"):
             call(path)
     (tmp_path / "lab").mkdir()
-    with pytest.raises(actshard.MissingFileError, match="found nothing$"):
+    with pytest.raises(actshard.MissingFileError, match=r"found nothing$"):
         actshard.open("lab/acts")
 
 

@@ -95,7 +95,7 @@ class FolderColumns:
     def _check_arrays(self, part: Part) -> None:
         if part.files is not None and not part.files.captures:
             (file,) = open_files([self.root.joinpath(*part.files.text.split("/"))], part)
-            value, count, positions = file.find(part.tensor), self._count(), self.index.positions
+            value, count, positions = file.find(part.tensor), self._count(), self._numbers()
             first = 0
         else:
             units, positions = self._units_of(part)
@@ -244,7 +244,7 @@ class FolderColumns:
                 values = stored_value if isinstance(stored_value, list) else viewed(file, stored_value, part)
             else:
                 values = read_part(self.root, self.description, part)
-            return self._spread(values, range(len(self.index.ids)), part, self._count(), self.index.positions)
+            return self._spread(values, range(len(self.index.ids)), part, self._count(), self._numbers())
         column: list[Any] = [None] * len(self.index.ids)
         units, positions = self._units_of(part)
         paths = self._paths(part, units)
@@ -265,6 +265,10 @@ class FolderColumns:
             for example, example_value in zip(examples, values, strict=True):
                 column[example] = example_value
         return column
+
+    def _numbers(self) -> Sequence[int] | NDArray[np.int64]:
+        """The number of each example among those of all units."""
+        return range(len(self.index.ids)) if self.index.selection is None else self.index.selection
 
     def _count(self) -> int:
         return sum(unit.count for unit in self.index.units)
@@ -308,7 +312,7 @@ class FolderColumns:
             return self._spread_array(values, examples, part, count, positions)
         is_one_of_many = count == 1 and index.numbered and index.wholes is None
         if isinstance(values, list | tuple) and len(values) == count and not is_one_of_many:
-            return [_plain(values[int(positions[n]) if count != len(index.ids) else n]) for n in examples]
+            return [_plain(values[int(positions[n])]) for n in examples]
         if len(examples) <= 1 or not isinstance(values, list | tuple):
             return [_plain(values)] * len(examples)
         raise self._error(part, f"expected {count} values, found {len(values)}")

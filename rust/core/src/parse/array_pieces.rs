@@ -130,7 +130,7 @@ mod tests {
             joined.parts = Some(Arc::new(ArrayParts::Pieces(list)));
             let turned = joined.transposed(&order).unwrap();
             let found = read(&turned, file.clone()).unwrap();
-            let mut wanted = vec![];
+            let mut wanted: Vec<u8> = vec![];
             let total: u64 = lens.iter().sum();
             let mut index = vec![0u64; 3];
             while outer * total * inner > 0 {
