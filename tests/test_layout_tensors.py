@@ -170,6 +170,12 @@ def test_files_that_an_index_names_are_read(tmp_path: Path, io: str) -> None:
         for layer, example in itertools.product(layers, range(3)):
             assert np.array_equal(store.sequence(example, layer), layers[layer][example])
     assert actshard.verify(tmp_path, layout=INDEXED, deep=True).ok
+    np.save(tmp_path / "labels.npy", np.arange(3))
+    proposal = registry.get("layout_toml").guess(tmp_path)
+    assert 'files = "acts.safetensors.index.json"' in proposal.text
+    assert not any("left out" in reason for reason in proposal.unsure)
+    with actshard.open(tmp_path, layout=proposal.text) as store:
+        assert (store.layers, store.table["labels"].to_pylist()) == ((0, 1, 2), [0, 1, 2])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,16 @@ from actshard.base.location import Location
 from actshard.formats.candidates import rank_of
 from actshard.formats.layout_toml import description, index
 from actshard.formats.layout_toml.description import Name, Part, Pattern
-from actshard.formats.layout_toml.files import OpenedFile, is_lines, kind_of, lines_of, open_files
+from actshard.formats.layout_toml.files import (
+    OpenedFile,
+    ShardedFile,
+    is_lines,
+    is_shard_index,
+    kind_of,
+    lines_of,
+    open_files,
+    shard_index,
+)
 
 _LAYER_WORDS = re.compile(r"(?:^|[^a-z])(?:l|layers?|blocks?|h|resid_l|resid)[_.\-]?$", re.IGNORECASE)
 _BATCH_WORDS = re.compile(r"(?:batch|chunk|shard|part|activations)[_.\-]?$", re.IGNORECASE)
@@ -301,6 +310,9 @@ def guess(path: Location) -> Proposal:
     """
     root = path if path.kind() == "folder" else path.parent
     groups = _groups(root) if root is path else [_Group(path.name, [path], path.regular("read").size)]
+    indexed = next((group for group in groups if is_shard_index(group.pattern) and len(group.files) == 1), None)
+    if indexed is not None and (proposal := _propose_indexed(root, indexed, groups)) is not None:
+        return proposal
     for group in groups:
         kind = kind_of(group.files[0].name, _PART)
         if kind == "raw":
@@ -322,6 +334,18 @@ def guess(path: Location) -> Proposal:
     if raw is not None:
         return _propose_raw(root, raw)
     raise FormatError("found no file with a floating-point array of two or more axes", path=root)
+
+
+def _propose_indexed(root: Location, group: _Group, groups: list[_Group]) -> Proposal | None:
+    """A description of the files that an index names; None if their names have numbers, which a pattern captures."""
+    shards = list(dict.fromkeys(shard_index(group.files[0]).values()))
+    if any(re.search(r"[0-9]+-of-[0-9]+", shard.name) for shard in shards):
+        return None
+    files = open_files(shards, _PART)
+    arrays = [entry for file in files for entry in _all_arrays(file)]
+    wide = [(steps, array) for steps, array in arrays if len(array.shape) >= 2 and array.dtype in _FLOATS]
+    rest = [other for other in groups if not set(other.files) & set(shards)]
+    return _tried(root, _proposed(root, group, rest, ShardedFile(files), arrays, wide)) if wide else None
 
 
 def _propose_raw(root: Location, group: _Group) -> Proposal:
@@ -534,8 +558,10 @@ def _columns_of_files(
     lines, unused = list(columns), list[str]()
     for group in groups:
         name = group.pattern
-        if name in described or "/" in name or len(group.files) > 1 or name.endswith(".index.json"):
-            unused += [name] if name not in described and name.endswith(_DATA) else []
+        if name in described or is_shard_index(name):
+            continue
+        if "/" in name or len(group.files) > 1:
+            unused += [name] if name.endswith(_DATA) else []
             continue
         table: list[str] = []
         with contextlib.suppress(ActshardError):
