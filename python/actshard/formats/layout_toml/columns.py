@@ -112,7 +112,11 @@ class FolderColumns:
             self._check_length(column[0], 0)
 
     def _rows(self, first: int, count: int) -> int:
-        return int(self.index.tokens[first : first + count].sum(dtype=np.int64))
+        """Rows of some examples. Equal numbers are one in memory, and are not added up."""
+        tokens = self.index.tokens[first : first + count]
+        if len(tokens) and tokens.strides[0] == 0:
+            return len(tokens) * int(tokens[0])
+        return int(tokens.sum(dtype=np.int64))
 
     def _read_tokens(self, part: Part) -> list[Any]:
         """Token ids of each example, as many as it has rows."""
@@ -363,10 +367,9 @@ class FolderColumns:
         """Whether an array of a part has a value for each row of all examples."""
         if part.axes:
             return "row" in part.axes
-        rows = int(self.index.tokens.sum(dtype=np.int64))
-        return (
-            "row" in self.description.activations.axes and len(shape) >= 1 and shape[0] == rows != len(self.index.ids)
-        )
+        if "row" not in self.description.activations.axes or len(shape) == 0:
+            return False
+        return bool(shape[0] == self._rows(0, len(self.index.ids)) != len(self.index.ids))
 
 
 def _plain(value: Any) -> Any:

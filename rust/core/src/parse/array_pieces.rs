@@ -97,7 +97,7 @@ mod tests {
     use crate::dtype::DType;
     use crate::location::Location;
     use crate::parse::arrays::ArrayParts;
-    use crate::parse::order::{advance, dense};
+    use crate::parse::order::dense;
     use crate::source::held::Held;
     use crate::threads::Stop;
 
@@ -132,18 +132,17 @@ mod tests {
             let found = read(&turned, file.clone()).unwrap();
             let mut wanted: Vec<u8> = vec![];
             let total: u64 = lens.iter().sum();
-            let mut index = vec![0u64; 3];
-            while outer * total * inner > 0 {
-                let mut stored = [0; 3];
-                order.iter().zip(&index).for_each(|(axis, i)| stored[*axis] = *i);
+            for number in 0..outer * total * inner {
+                let (mut rest, mut stored) = (number, [0; 3]);
+                for (axis, n) in order.iter().zip(&turned.shape).rev() {
+                    stored[*axis] = rest % n;
+                    rest /= n;
+                }
                 let [a, mut j, c] = stored;
                 let mut pieces = pieces.iter().zip(&lens);
                 let (piece, n) = pieces.find(|(_, n)| { let here = j < **n; if !here { j -= **n; } here }).unwrap();
                 let at = (piece.at + (a * n * inner + j * inner + c) * 2) as usize;
                 wanted.extend(&file[at..at + 2]);
-                if !advance(&mut index, turned.shape.iter().copied()) {
-                    break;
-                }
             }
             prop_assert_eq!(found, wanted);
         }
