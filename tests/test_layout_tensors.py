@@ -353,3 +353,22 @@ def test_a_guess_marks_an_axis_of_dim_that_may_be_another(tmp_path: Path) -> Non
     np.save(tmp_path / "acts.npy", values(768, 20))
     proposal = registry.get("layout_toml").guess(tmp_path)
     assert any("the last axis, of 20, is taken as 'dim'" in reason for reason in proposal.unsure)
+
+
+@pytest.mark.parametrize("container", ["files", "keys", "list"])
+def test_a_guess_sees_a_vector_for_each_example(container: str, tmp_path: Path) -> None:
+    vectors = [values(64) for _ in range(4)]
+    if container == "files":
+        for i, vector in enumerate(vectors):
+            np.save(tmp_path / f"{i}.npy", vector)
+    elif container == "keys":
+        put_torch(tmp_path, "all.pt", {f"prompt {i}": vector for i, vector in enumerate(vectors)})
+    else:
+        put_torch(tmp_path, "all.pt", {"acts": vectors, "labels": [0, 1, 1, 0]})
+    proposal = registry.get("layout_toml").guess(tmp_path)
+    assert any("one axis" in reason for reason in proposal.unsure)
+    with actshard.open(tmp_path, layout=proposal.text) as store:
+        assert store.token_counts.tolist() == [1] * 4
+        assert np.array_equal(store.gather(store.layers[0], range(4), 0), np.stack(vectors))
+        if container == "list":
+            assert store.table["labels"].to_pylist() == [0, 1, 1, 0]

@@ -5,6 +5,7 @@ The proposal is a starting point: comments mark everything that the files do not
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import math
@@ -41,6 +42,8 @@ _MOST_FILES = 100_000
 _MOST_TRIED = 4096
 """Files up to which a draft is opened before it is proposed."""
 _SHOWN = 6
+_LEAST_WIDTH = 16
+"""Elements of a vector that may be activations; shorter ones are scores or labels."""
 _DATA = (
     ".json",
     ".jsonl",
@@ -226,7 +229,7 @@ def _captured(
             capture = "layer"
             is_ragged = len({tuple(array.shape[:-1]) for array in alike}) > 1
             if may_be_examples and not is_of_layers:
-                is_listed = len(alike) in lists or len(every[steps].shape) > 2
+                is_listed = len(alike) in lists or len(every[steps].shape) != 2
                 capture = "example" if is_ragged or is_listed else "layer"
                 if not is_ragged:
                     unsure.append(
@@ -255,6 +258,8 @@ def _decode_steps(steps: tuple[Name, ...], every: Mapping[tuple[Name, ...], Stor
             for other, array in sorted(every.items(), key=lambda entry: str(entry[0][n : n + 1]).zfill(12))
             if len(other) == len(steps) and other[:n] == steps[:n] and other[n + 1 :] == steps[n + 1 :]
         ]
+        if any(len(shape) < 2 for shape in shapes):
+            continue
         first = min(shapes, key=lambda shape: shape[-2] == 1, default=())
         others = [shape for shape in shapes if shape[-2] == 1]
         if (
@@ -306,7 +311,7 @@ def guess(path: Location) -> Proposal:
 
     Raises:
         MissingFileError: there is neither a folder nor a file.
-        FormatError: no file contains a floating-point array with two or more axes.
+        FormatError: no file contains a floating-point array with two or more axes, or several vectors.
     """
     root = path if path.kind() == "folder" else path.parent
     groups = _groups(root) if root is path else [_Group(path.name, [path], path.regular("read").size)]
@@ -328,12 +333,22 @@ def guess(path: Location) -> Proposal:
             arrays += [entry for entry in _all_arrays(files[-1]) if entry[0] not in dict(arrays)]
         wide = [(steps, array) for steps, array in arrays if len(array.shape) >= 2 and array.dtype in _FLOATS]
         wide = wide or [(s, a) for s, a in arrays if len(a.shape) >= 2 and a.dtype in ("U16", "I16") and kind == "npy"]
+        wide = wide or _vectors(arrays, group)
         if wide:
             return _tried(root, _proposed(root, group, groups, files[0], arrays, wide))
     raw = next((group for group in groups if group.files[0].name.endswith((".bin", ".memmap", ".dat", ".raw"))), None)
     if raw is not None:
         return _propose_raw(root, raw)
     raise FormatError("found no file with a floating-point array of two or more axes", path=root)
+
+
+def _vectors(
+    arrays: list[tuple[tuple[Name, ...], StoredArray]], group: _Group
+) -> list[tuple[tuple[Name, ...], StoredArray]]:
+    """Arrays of one axis that may be the vector of an example: of several files, or several of one length."""
+    vectors = [(s, a) for s, a in arrays if len(a.shape) == 1 and a.dtype in _FLOATS and a.shape[0] >= _LEAST_WIDTH]
+    lengths = collections.Counter(array.shape[0] for _, array in vectors)
+    return [(s, a) for s, a in vectors if len(group.files) > 1 or lengths[a.shape[0]] > 1]
 
 
 def _propose_indexed(root: Location, group: _Group, groups: list[_Group]) -> Proposal | None:
@@ -619,6 +634,9 @@ def _axes(
     if len(shape) == 2 and tokens is not None and len(tokens) == 2 and tokens[0] * tokens[1] == shape[0]:
         return ["example*token", "dim"]
     is_one_example = "example" in captures
+    if len(shape) == 1:
+        unsure.append("one axis: taken as 'dim', the vector of an example of one token")
+        return ["dim"]
     if len(shape) == 2:
         if not is_one_example:
             unsure.append("two axes: taken as rows of all examples; they may be the tokens of one example")
