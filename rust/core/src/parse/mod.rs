@@ -4,7 +4,6 @@
 #![cfg_attr(not(test), warn(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_possible_wrap))]
 
 pub mod array_chunks;
-pub mod array_pieces;
 pub mod arrays;
 pub mod arrow;
 pub mod end;
