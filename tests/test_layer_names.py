@@ -293,3 +293,12 @@ def test_numbers_of_layers_that_are_written_are_read(tmp_path: Path, format: str
             warnings.simplefilter("ignore")
             assert actshard.open(writer.path).layers == (5, number)
     assert 0 < refused < 9
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [(["a"], r"\{'a': 0\}\), create\(layers=\[0\]\)"), (["a", "b"], r"\{'a': 0, ...\}\), create\(layers=\[0, 1\]\)")],
+)
+def test_layers_without_numbers_are_refused_with_numbers_to_use(names: list[str], text: str, tmp_path: Path) -> None:
+    with pytest.raises(actshard.ArgumentError, match=f"Number them: convert\\(layers={text}"):
+        actshard.create(tmp_path / "d", "lmprobe", layers=names, d_model=4)

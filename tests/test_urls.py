@@ -619,3 +619,21 @@ def test_formats_with_rare_names_are_recognised_on_a_web_server(server: Served) 
     asked = [Path(path).name for path in server.since(0)]
     signs, rare = (actshard.formats.signs(actshard.formats.names(), rare=rare) for rare in (False, True))
     assert max(map(asked.index, signs)) < min(map(asked.index, rare)), "asked for only after the others"
+
+
+def test_a_url_of_nothing_and_of_a_file_is_named(server: Served) -> None:
+    np.save(server.root / "rows.npy", np.zeros((2, 3)))
+    (server.root / "page.html").write_bytes(b"<html></html>" + b" " * 600)
+    for name, text in (
+        (
+            "none",
+            r"found nothing at this URL \(404\), and no files of a dataset below it that need no listing: check the URL",
+        ),
+        (
+            "rows.npy",
+            "found a file of a web server, a numpy array: download it, or give the URL of the folder of a dataset",
+        ),
+        ("page.html", "found a folder that no format recognises; .*cannot list the names"),
+    ):
+        with pytest.raises(actshard.UnknownFormatError, match=text):
+            actshard.open(server.web(name))

@@ -130,7 +130,7 @@ def info_command(
     cache: CacheOption = "",
     layout: LayoutOption = None,
     guess: Annotated[
-        bool, typer.Option("--guess", help="Print a proposed layout.toml for a folder of plain files.")
+        bool, typer.Option("--guess", help="Print a proposed layout.toml for a folder of plain files, or for one file.")
     ] = False,
     json: JsonOption = False,
 ) -> None:

@@ -7,11 +7,12 @@ from typing import Any
 from rich.markup import escape
 
 from actshard import formats
-from actshard.base.errors import MissingFileError
+from actshard.base.errors import ActshardError, FormatError, MissingFileError
 from actshard.base.layers import listing
 from actshard.base.location import Location
 from actshard.base.storage import Remote
 from actshard.cli._format import one_line, show_facts, size
+from actshard.reading.finding import find_any
 from actshard.reading.store import Store
 from actshard.writing.staging import origin
 
@@ -34,11 +35,26 @@ def about(store: Store) -> dict[str, Any]:
 
 
 def guessed(path: Any) -> Any:
-    """Returns a proposed description of a folder of plain files."""
+    """Returns a proposed description of a folder of plain files, or of one file for the folder that contains it.
+
+    Raises:
+        FormatError: there is nothing to describe; the message contains what lies at the path.
+    """
     location = Location.at(path)
-    if location.kind() != "folder":
-        raise MissingFileError("--guess: expected a folder of files to describe", path=location)
-    return formats.get(formats.described()).guess(location)
+    if not location.lists:
+        raise MissingFileError("--guess: expected a local folder or a bucket, found a web server", path=location)
+    try:
+        return formats.get(formats.described()).guess(location)
+    except FormatError as error:
+        raise FormatError(f"--guess: {error.detail}: {_what_lies(location)}", path=location) from error
+
+
+def _what_lies(location: Location) -> str:
+    try:
+        _, format = find_any(location)
+    except ActshardError as error:
+        return error.detail
+    return f"it is a {format} dataset, which needs no description: actshard.open reads it"
 
 
 def show(store: Store) -> None:

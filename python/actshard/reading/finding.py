@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from actshard.base.storage import Entry, Remote, one_look
 from actshard.base.walking import STANDS_FOR, Walk, find_cache, is_cache_itself, new_caches
 from actshard.base.work import PARTS, PLAN, Mark, Marks, look
 from actshard.formats.contents import Evidence
-from actshard.formats.foreign import explained
+from actshard.formats.foreign import FIRST, PAGE, FileKind, explained, kind_of_bytes
 
 
 def of_tokens() -> str:
@@ -50,7 +51,7 @@ def existing(path: str | os.PathLike[str]) -> Location:
         MissingFileError: the path does not exist.
         NotAFileError: a parent of the path is a file.
     """
-    return _existing(Location.of(path))
+    return _existing(Location.of(path), path)
 
 
 def existing_anywhere(
@@ -59,7 +60,7 @@ def existing_anywhere(
     cache: str | os.PathLike[str] | int | bool | None,
 ) -> Location:
     """As :func:`existing`, for URLs as well."""
-    return _existing(Location.of_any(path, storage_options, cache))
+    return _existing(Location.of_any(path, storage_options, cache), path)
 
 
 def all_existing(
@@ -78,10 +79,15 @@ def all_existing(
             else [earlier.storage for earlier in locations if earlier.storage == location.storage]
         )
         locations.append(Location(next(iter(alike), location.storage), location.key))
-    return [_existing(location) for location in locations]
+    return [_existing(location, path) for location, path in zip(locations, paths, strict=True)]
 
 
-def _existing(root: Location) -> Location:
+_HUB = re.compile(r"(?:hf:/*|huggingface\.co/|hf\.co/)?(?:datasets/)?([A-Za-z0-9][\w.-]*/[\w.-]+)(?:@[\w.-]+)?")
+"""The name of a dataset on the hub, as its page shows it."""
+
+
+def _existing(root: Location, path: object) -> Location:
+    """The location, if it exists; ``path`` is the user's, which may be a name on the hub."""
     if root.exists():
         return root
     if not root.is_local:
@@ -92,7 +98,12 @@ def _existing(root: Location) -> Location:
     if ancestor.kind() not in ("folder", None):
         raise NotAFileError(f"expected a dataset, found that its parent {ancestor.name!r} is not a folder", path=root)
     look(root).refuse("staging")
-    raise MissingFileError("expected a dataset, found nothing", path=root)
+    name = _HUB.fullmatch(path) if isinstance(path, str) else None
+    is_hub_name = name is not None and not root.parent.exists()
+    remedy = (
+        f". A dataset of the Hugging Face hub is hf://datasets/{name[1]}" if name is not None and is_hub_name else ""
+    )
+    raise MissingFileError(f"expected a dataset, found nothing{remedy}", path=root)
 
 
 @dataclass(frozen=True)
@@ -369,19 +380,41 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
     damaged = [] if entries is None else remaining({entry.name for entry in entries})
     reasons = _reasons({name: e for name, e in evidence.items() if e.near and name not in damaged})
     reasons += [f"perhaps a damaged {name} dataset: {_looked(evidence[name])}" for name in damaged]
-    summary = "a folder that no format recognises"
-    if kind != "folder":
-        summary = f"{'a file' if kind == 'file' else 'a special file'}. A dataset is usually a folder"
-        reasons = reasons or ["pass the folder that contains the file"]
-    elif entries is not None:
-        summary = f"a folder with {_summary(entries)}, which no format recognises"
     is_describable = _is_describable(root, entries)
     texts = explained(root, entries, sure=bool(is_describable or damaged))
+    summary = "a folder that no format recognises"
+    answer = None if root.lists else _answer(root)
+    if answer is _NOTHING:
+        summary = f"{answer.name}, and no files of a dataset below it that need no listing: {answer.remedy}"
+    elif answer is not None:
+        return f"a file of a web server, {answer.name}: {answer.remedy}"
+    if kind != "folder":
+        summary = "a file" if kind == "file" else "a special file"
+        reasons = reasons or (
+            [] if texts else ["a dataset is usually a folder: pass the folder that contains the file"]
+        )
+    elif entries is not None:
+        summary = f"a folder with {_summary(entries)}, which no format recognises"
     text = "; ".join([summary, *reasons, *texts])
-    return f"{text}. {_DESCRIBE}" if is_describable and not texts else text
+    describe = _DESCRIBE.format("FILE" if kind == "file" else "FOLDER")
+    return text if texts or damaged else f"{text}. {describe if is_describable else _CREATE}"
 
 
-_DESCRIBE = "Files of another layout need a layout.toml: actshard info FOLDER --guess proposes one"
+def _answer(root: Location) -> FileKind | None:
+    """What a web server returns for the URL itself, which formats take for a folder. None: a page, or a refusal."""
+    with contextlib.suppress(ActshardError):
+        data = root.read_at_most(FIRST)
+        if data is None:
+            return _NOTHING
+        kind = kind_of_bytes("", root.storage.read(root.key, 0, FIRST) if data is False else data)
+        name = "of an unknown kind" if kind is None else kind.name
+        return None if name == PAGE else FileKind(name, "download it, or give the URL of the folder of a dataset")
+    return None
+
+
+_NOTHING = FileKind("nothing at this URL (404)", "check the URL")
+_DESCRIBE = "Files of another layout need a layout.toml: actshard info {} --guess proposes one"
+_CREATE = "If it contains activations, read them with the program that wrote them, and write them with actshard.create"
 
 
 def _reasons(evidence: Mapping[str, Evidence]) -> list[str]:

@@ -69,7 +69,8 @@ def make_target(
     if text is not None and not formats.get(format).target().holds_named_layers:
         raise ArgumentError(
             f"layers: expected integers, which {format} stores as names, found {short(names)}. "
-            f"Number them: convert(layers={{{text!r}: 0, ...}}), create(layers=range({len(names)}))"
+            f"Number them: convert(layers={{{text!r}: 0{', ...' if len(names) > 1 else ''}}}), "
+            f"create(layers={short(range(len(names)))})"
         )
     for name, value in (
         ("d_model", d_model),

@@ -243,7 +243,7 @@ fn gather_products(c: &mut Criterion) {
     let file = write("codes", &bytes);
     let place = |dtype, shape: &[u64], at| {
         let (shape, strides) = (shape.to_vec(), ArrayPlace::dense(shape));
-        ArrayPlace { dtype, swapped: false, shape, strides, at, inside: None, chunks: None }
+        ArrayPlace { dtype, swapped: false, shape, strides, at, inside: None, parts: None }
     };
     for (_, dtype, name) in CODES {
         for (per, shape) in [("a row", [ROWS, 1, 1]), ("a channel", [1, 1, WIDTH])] {

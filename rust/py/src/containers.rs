@@ -7,7 +7,7 @@ use actshard_core::files::table::{FileTable, RowFile, RowsIn};
 use actshard_core::files::unpacked::{Unit, Unpacked};
 use actshard_core::layout::placed::{EvenPlaces, Placed};
 use actshard_core::parse::array_chunks::{ChunkFilter, ChunkList, ChunkPlace};
-use actshard_core::parse::arrays::{self, ArrayPlace};
+use actshard_core::parse::arrays::{self, ArrayParts, ArrayPlace, PieceList};
 use actshard_core::parse::npy::{self, NpyArray, NpyElements};
 use actshard_core::parse::safetensors;
 use actshard_core::parse::torch::{self, TorchFile};
@@ -45,7 +45,7 @@ impl StoredArray {
             let dtype = dtype_of(py, dtype)?;
             let swapped = swapped && dtype.bits() > 8;
             Ok(StoredArray {
-                place: ArrayPlace { dtype, swapped, shape, strides, at: offset, inside: None, chunks: None },
+                place: ArrayPlace { dtype, swapped, shape, strides, at: offset, inside: None, parts: None },
             })
         })
     }
@@ -76,15 +76,38 @@ impl StoredArray {
             let list = filters.and_then(|filters| ChunkList::new(&shape, chunk_shape, filters, chunks.collect()));
             let list = list.map_err(|error| errors::raise(py, &error))?;
             let (swapped, strides) = (swapped && dtype.bits() > 8, ArrayPlace::dense(&shape));
-            let chunks = Some(Arc::new(list));
-            Ok(StoredArray { place: ArrayPlace { dtype, swapped, shape, strides, at: 0, inside: None, chunks } })
+            let parts = Some(Arc::new(ArrayParts::Chunks(list)));
+            Ok(StoredArray { place: ArrayPlace { dtype, swapped, shape, strides, at: 0, inside: None, parts } })
         })
     }
 
-    /// Whether the array is in chunks.
+    /// Arrays of one file, joined along an axis.
+    #[staticmethod]
+    fn joined(py: Python<'_>, axis: usize, arrays: Vec<Bound<'_, StoredArray>>) -> PyResult<StoredArray> {
+        detach::guarded(py, || {
+            let pieces = arrays.iter().map(|array| array.get().place.clone()).collect();
+            let list = PieceList::new(axis, pieces).map_err(|error| errors::raise(py, &error))?;
+            let (shape, dtype) = (list.shape().to_vec(), arrays[0].get().place.dtype);
+            let (strides, parts) = (ArrayPlace::dense(&shape), Some(Arc::new(ArrayParts::Pieces(list))));
+            Ok(StoredArray { place: ArrayPlace { dtype, swapped: false, shape, strides, at: 0, inside: None, parts } })
+        })
+    }
+
+    /// The same array with its axes in another order.
+    fn transposed(&self, py: Python<'_>, order: Vec<usize>) -> PyResult<StoredArray> {
+        detach::guarded(py, || match self.place.transposed(&order) {
+            Some(place) => Ok(StoredArray { place }),
+            None => {
+                let detail = format!("expected each of {} axes once, found {order:?}", self.place.shape.len());
+                Err(errors::raise(py, &Error::new(Kind::Argument, detail)))
+            }
+        })
+    }
+
+    /// Whether the array is in chunks, or joined from others.
     #[getter]
     fn is_chunked(&self) -> bool {
-        self.place.chunks.is_some()
+        self.place.parts.is_some()
     }
 
     /// The same bytes as elements of another type of the same size.
@@ -245,7 +268,7 @@ fn arrays_in(source: &dyn Source, kind: &str, context: &mut Context<'_>) -> Resu
                 strides: ArrayPlace::dense(&tensor.shape),
                 at: header.data_start + tensor.begin,
                 inside: None,
-                chunks: None,
+                parts: None,
             };
             let named = |tensor: &safetensors::Tensor| {
                 let kind = if tensor.dtype.size().is_some() { "numbers" } else { "small" };

@@ -12,7 +12,7 @@ from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.layout_toml import description
 from actshard.formats.layout_toml.description import Description, Name
-from actshard.formats.layout_toml.files import kind_of, matches, open_files
+from actshard.formats.layout_toml.files import array_files, is_shard_index, kind_of, matches, open_files, shard_index
 from actshard.formats.layout_toml.index import build, by_capture, key_of
 from actshard.formats.numbered import SHOWN
 from actshard.formats.plain_folders import NAME
@@ -28,7 +28,7 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     part = described.activations
     assert part.files is not None
     sound = True
-    files = matches(root, part.files)
+    files = array_files(root, part.files)
     for number, (_, path) in enumerate(files):
         tell("files", number, len(files))
         report.count("files")
@@ -39,6 +39,10 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         except ActshardError as error:
             sound = False
             report.error(error, path)
+    for _, path in matches(root, part.files) if is_shard_index(part.files.text) else []:
+        for tensor, file in shard_index(path).items():
+            with report.noting(path):
+                open_files([file], part)[0].find((tensor,))
     if not sound:
         return  # the damaged file is reported; building the index would report it again
     with report.noting(root):

@@ -9,11 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard._native import StoredArray
+from actshard.base._arguments import stored
 from actshard.base._json import utf8
 from actshard.base.errors import FormatError, NotStoredError
 from actshard.base.location import Location
 from actshard.formats.layout_toml.description import Description, Part
-from actshard.formats.layout_toml.files import array_in, is_lines, lines_of, open_files, parquet_of, viewed
+from actshard.formats.layout_toml.files import OpenedFile, array_in, is_lines, lines_of, open_files, parquet_of, viewed
 from actshard.formats.layout_toml.index import (
     RowIndex,
     Unit,
@@ -46,7 +47,7 @@ class FolderColumns:
             self._read[ID] = lambda: list(index.ids)
         if description.tokens is not None:
             tokens = description.tokens
-            self._read[TOKENS] = lambda: self._read_arrays(tokens)
+            self._read[TOKENS] = lambda: self._read_tokens(tokens)
         for part in description.columns:
             self._add(part)
 
@@ -64,6 +65,78 @@ class FolderColumns:
         stop = n if first is None else min(first, n)
         columns = {name: self._read[name]()[:stop] for name in names}
         return table_of(list(names), [(columns, stop)])
+
+    def check_first(self) -> None:
+        """Checks the values of tokens and columns that the first unit has, by their shapes. Reads no elements of arrays.
+
+        Raises:
+            FormatError, MissingFileError: a file, a key or a field is missing, or there are other numbers of values.
+        """
+        if not len(self.index.ids):
+            return
+        parts = [self.description.tokens, *self.description.columns]
+        for part in [part for part in parts if part is not None and not part.metadata]:
+            if part.files is not None and not part.files.captures and is_lines(part.files.text):
+                self._check_lines(part)
+            elif part.pointer is not None:
+                self._read_arrays(part)
+            else:
+                self._check_arrays(part)
+
+    def _check_lines(self, part: Part) -> None:
+        """Counts lines that are not joined by a number."""
+        if part.tensor:
+            self._read_arrays(part)
+        elif not part.by and part.files is not None and not part.files.text.lower().endswith(".parquet"):
+            self._check_count(self._lines_of(part), part)
+        elif not part.by and part.files is not None:
+            self._check_count(parquet_of(self.root.joinpath(*part.files.text.split("/"))), part)
+
+    def _check_arrays(self, part: Part) -> None:
+        if part.files is not None and not part.files.captures:
+            (file,) = open_files([self.root.joinpath(*part.files.text.split("/"))], part)
+            value, count, positions = file.find(part.tensor), self._count(), self._numbers()
+            first = 0
+        else:
+            units, positions = self._units_of(part)
+            file, value = self._value(part, units[0], self._paths(part, units[:1])[0])
+            first, count = units[0].first, units[0].count
+        if isinstance(value, StoredArray):
+            if value.shape and self._is_per_row(part, value.shape) and value.shape[0] != self._rows(first, count):
+                expected = self._rows(first, count)
+                raise self._error(part, f"expected {expected} values, one per row, found {value.shape[0]}", file.path)
+            value = np.broadcast_to(np.zeros((), stored(value.dtype)), value.shape)
+        examples = [0] if self.index.selection is None else []
+        column = self._spread(value, examples, part, count, positions)
+        if part.table == "tokens" and column:
+            self._check_length(column[0], 0)
+
+    def _rows(self, first: int, count: int) -> int:
+        """Rows of some examples. Equal numbers are one in memory, and are not added up."""
+        tokens = self.index.tokens[first : first + count]
+        if len(tokens) and tokens.strides[0] == 0:
+            return len(tokens) * int(tokens[0])
+        return int(tokens.sum(dtype=np.int64))
+
+    def _read_tokens(self, part: Part) -> list[Any]:
+        """Token ids of each example, as many as it has rows."""
+        column = self._read_arrays(part)
+        return [self._check_length(ids, example) for example, ids in enumerate(column)]
+
+    def _check_length(self, ids: Any, example: int) -> Any:
+        """The token ids of an example, without those after its last row."""
+        rows, skip = int(self.index.tokens[example]), int(self.index.skipped[example])
+        if not isinstance(ids, list) or len(ids) < rows:
+            text = f"{len(ids)}" if isinstance(ids, list) else f"{ids!r:.40}"
+            raise FormatError(
+                f"tokens: expected at least {rows} token ids of example {example}, one per row, found {text}",
+                path=self.root,
+            )
+        return ids if len(ids) == rows else ids[skip : skip + rows]
+
+    def _error(self, part: Part, text: str, path: Location | None = None) -> FormatError:
+        name = f"{part.table}: {part.name}" if part.name else part.table
+        return FormatError(f"{name}: {text}", path=path or self.root)
 
     def folders(self) -> list[Path]:
         """Files of columns and lengths, or their folders if files are numbered, as named in the description.
@@ -132,10 +205,7 @@ class FolderColumns:
 
     def _check_count(self, values: Sequence[Any], part: Part) -> Sequence[Any]:
         if len(values) != len(self.index.ids):
-            raise FormatError(
-                f"{part.table}: expected {len(self.index.ids)} values, one per example, found {len(values)}",
-                path=self.root,
-            )
+            raise self._error(part, f"expected {len(self.index.ids)} values, one per example, found {len(values)}")
         return values
 
     # -- metadata of safetensors -----------------------------------------------------------------
@@ -178,20 +248,10 @@ class FolderColumns:
                 values = stored_value if isinstance(stored_value, list) else viewed(file, stored_value, part)
             else:
                 values = read_part(self.root, self.description, part)
-            count = sum(unit.count for unit in self.index.units)
-            return self._spread(values, range(len(self.index.ids)), part, count, self.index.positions)
+            return self._spread(values, range(len(self.index.ids)), part, self._count(), self._numbers())
         column: list[Any] = [None] * len(self.index.ids)
-        files_by_capture = by_capture(self.root, part.files) if part.files is not None else {}
-        paths = []
         units, positions = self._units_of(part)
-        for unit in units:
-            path = files_by_capture.get(key_of(unit.captured, part.files)) if part.files is not None else unit.any
-            if path is None:
-                assert part.files is not None  # the unit's own file exists
-                raise FormatError(
-                    f"{part.table}: expected a file {part.files.text!r} for {unit.any.name}", path=self.root
-                )
-            paths.append(path)
+        paths = self._paths(part, units)
         lacking = [path for path in paths if path not in self.index.opened]
         opened = dict(
             zip(lacking, open_files(lacking, part if part.files else self.description.activations), strict=True)
@@ -200,9 +260,7 @@ class FolderColumns:
         for example, number in enumerate(self._units(units)):
             of_unit.setdefault(number, []).append(example)
         for number, (unit, path) in enumerate(zip(units, paths, strict=True)):
-            steps = unit.fill(part.tensor)
-            file = (self.index.opened.get(path) or opened[path]).holding(steps)
-            stored_value = file.find(steps)
+            file, stored_value = self._value(part, unit, path, opened.get(path))
             value = (
                 viewed(file, stored_value, part) if isinstance(stored_value, StoredArray | np.ndarray) else stored_value
             )
@@ -211,6 +269,38 @@ class FolderColumns:
             for example, example_value in zip(examples, values, strict=True):
                 column[example] = example_value
         return column
+
+    def _numbers(self) -> Sequence[int] | NDArray[np.int64]:
+        """The number of each example among those of all units."""
+        return range(len(self.index.ids)) if self.index.selection is None else self.index.selection
+
+    def _count(self) -> int:
+        return sum(unit.count for unit in self.index.units)
+
+    def _paths(self, part: Part, units: Sequence[Unit]) -> list[Location]:
+        """The file of a part for each unit."""
+        if part.files is None:
+            return [unit.any for unit in units]
+        files_by_capture = by_capture(self.root, part.files)
+        paths = []
+        for unit in units:
+            path = files_by_capture.get(key_of(unit.captured, part.files))
+            if path is None:
+                raise self._error(part, f"expected a file {part.files.text!r} for {unit.any.name}")
+            paths.append(path)
+        return paths
+
+    def _value(
+        self, part: Part, unit: Unit, path: Location, opened: OpenedFile | None = None
+    ) -> tuple[OpenedFile, Any]:
+        """The file of a part for a unit, and the array or value in it."""
+        steps = unit.fill(part.tensor)
+        if opened is None:
+            opened = self.index.opened.get(path)
+        if opened is None:
+            (opened,) = open_files([path], part if part.files else self.description.activations)
+        file = opened.holding(steps)
+        return file, file.find(steps)
 
     def _spread(
         self,
@@ -226,10 +316,10 @@ class FolderColumns:
             return self._spread_array(values, examples, part, count, positions)
         is_one_of_many = count == 1 and index.numbered and index.wholes is None
         if isinstance(values, list | tuple) and len(values) == count and not is_one_of_many:
-            return [_plain(values[int(positions[n]) if count != len(index.ids) else n]) for n in examples]
+            return [_plain(values[int(positions[n])]) for n in examples]
         if len(examples) <= 1 or not isinstance(values, list | tuple):
             return [_plain(values)] * len(examples)
-        raise FormatError(f"{part.table}: expected {count} values, found {len(values)}", path=self.root)
+        raise self._error(part, f"expected {count} values, found {len(values)}")
 
     def _spread_array(
         self,
@@ -244,7 +334,7 @@ class FolderColumns:
         if part.axes and len(part.axes) == values.ndim:
             for n in [n for n, axis in enumerate(part.axes) if axis == "1"][::-1]:
                 values = values.take(0, axis=n)
-        rows = "row" in names or (not part.axes and self._is_of_rows(values))
+        rows = self._is_per_row(part, values.shape)
         tokens = index.tokens[list(examples)].astype(np.int64)
         if rows:
             ends = np.cumsum(tokens) if len(examples) == len(index.ids) else None
@@ -254,17 +344,13 @@ class FolderColumns:
                 else np.zeros(len(examples), np.int64)
             )
             if ends is not None and len(ends) and ends[-1] != len(values):
-                raise FormatError(
-                    f"{part.table}: expected {ends[-1]} values, one per row, found {len(values)}", path=self.root
-                )
+                raise self._error(part, f"expected {ends[-1]} values, one per row, found {len(values)}")
             return [_plain(values[a : a + n]) for a, n in zip(starts.tolist(), tokens.tolist(), strict=True)]
         single = count == 1 and (values.ndim == 0 or values.shape[0] != 1 or index.numbered)
         if single and "example" not in names:
             values = values.reshape(1, *values.shape)
         elif values.ndim == 0 or values.shape[0] != count:
-            raise FormatError(
-                f"{part.table}: expected {count} values, one per example, found {list(values.shape)}", path=self.root
-            )
+            raise self._error(part, f"expected {count} values, one per example, found {list(values.shape)}")
         column = []
         for example, n in zip(examples, tokens.tolist(), strict=True):
             example_values = values[int(positions[example]) if count != 1 else 0]
@@ -277,12 +363,13 @@ class FolderColumns:
         """Whether a part has a value for each token."""
         return part.table == "tokens" or "token" in part.axes
 
-    def _is_of_rows(self, values: NDArray[Any]) -> bool:
-        return (
-            "row" in self.description.activations.axes
-            and values.ndim >= 1
-            and len(values) == int(self.index.tokens.sum()) != len(self.index.ids)
-        )
+    def _is_per_row(self, part: Part, shape: Sequence[int]) -> bool:
+        """Whether an array of a part has a value for each row of all examples."""
+        if part.axes:
+            return "row" in part.axes
+        if "row" not in self.description.activations.axes or len(shape) == 0:
+            return False
+        return bool(shape[0] == self._rows(0, len(self.index.ids)) != len(self.index.ids))
 
 
 def _plain(value: Any) -> Any:

@@ -361,6 +361,11 @@ class DescriptionReader:
                 raise table.error(
                     "axes", "'tensor' has an array for each example: expected neither 'example' nor 'row'"
                 )
+        if activations.step_of("token") is not None:
+            if "token" not in activations.axes:
+                raise table.error("axes", "'tensor' has arrays to join along tokens: expected the axis 'token'")
+            if "_" in activations.files.captures or "scales" in values["activations"]:
+                raise table.error("tensor", "arrays that are joined along tokens have neither shards nor scales")
         if "row" in names and "example" in activations.files.captures:
             raise table.error("axes", "'row' is all tokens of all examples, but files are one per example: use 'token'")
         select = table.get("select") or {}

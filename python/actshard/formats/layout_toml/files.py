@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard._native import StoredArray
 from actshard.base._arguments import stored
-from actshard.base._json import read_json, read_lines
+from actshard.base._json import Fields, read_json, read_lines
 from actshard.base.codes import Remark
 from actshard.base.containers import RefusedObject, TorchFile, read_torch, refusal
 from actshard.base.errors import ActshardError, FormatError, MissingExtraError, MissingFileError, UnsupportedError
@@ -374,6 +374,48 @@ def matches(root: Location, pattern: Pattern, listing: Listing | None = None) ->
         if before == after:
             raise FormatError(f"two files are {_captures(after)}: {a.name} and {b.name}", path=root)
     return captured_files
+
+
+def array_files(
+    root: Location, pattern: Pattern, listing: Listing | None = None
+) -> list[tuple[dict[str, Name], Location]]:
+    """As :func:`matches`, with the files that an index names in place of the index.
+
+    Raises:
+        MissingFileError: a file that an index names does not exist.
+    """
+    files = matches(root, pattern, listing)
+    if not is_shard_index(pattern.text):
+        return files
+    exists = Location.exists if listing is None else listing.exists
+    expanded = []
+    for captured, path in files:
+        for shard in dict.fromkeys(shard_index(path).values()):
+            if not exists(shard):
+                raise missing(shard, f"the file that {path.name} names")
+            expanded.append((dict(captured), shard))
+    return expanded
+
+
+def is_shard_index(name: str) -> bool:
+    """Whether a file names the file of each tensor, as ``*.safetensors.index.json`` of transformers."""
+    return name.endswith(".safetensors.index.json")
+
+
+def shard_index(path: Location) -> dict[str, Location]:
+    """The file of each tensor, by the ``weight_map`` of an index.
+
+    Raises:
+        FormatError: it is not an index, or names a file outside of its folder.
+    """
+    fields = Fields(read_json(path), path)
+    names = fields.value.get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise fields.error("weight_map", "the file of each tensor")
+    for name in names.values():
+        if not isinstance(name, str) or not name.endswith(".safetensors") or {"/", "\\"} & set(name):
+            raise fields.error("weight_map", "names of .safetensors files in its folder")
+    return {tensor: path.parent / name for tensor, name in names.items()}
 
 
 def missing_files(

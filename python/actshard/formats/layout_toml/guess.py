@@ -5,8 +5,10 @@ The proposal is a starting point: comments mark everything that the files do not
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,7 +21,16 @@ from actshard.base.location import Location
 from actshard.formats.candidates import rank_of
 from actshard.formats.layout_toml import description, index
 from actshard.formats.layout_toml.description import Name, Part, Pattern
-from actshard.formats.layout_toml.files import OpenedFile, kind_of, open_files
+from actshard.formats.layout_toml.files import (
+    OpenedFile,
+    ShardedFile,
+    is_lines,
+    is_shard_index,
+    kind_of,
+    lines_of,
+    open_files,
+    shard_index,
+)
 
 _LAYER_WORDS = re.compile(r"(?:^|[^a-z])(?:l|layers?|blocks?|h|resid_l|resid)[_.\-]?$", re.IGNORECASE)
 _BATCH_WORDS = re.compile(r"(?:batch|chunk|shard|part|activations)[_.\-]?$", re.IGNORECASE)
@@ -31,6 +42,23 @@ _MOST_FILES = 100_000
 _MOST_TRIED = 4096
 """Files up to which a draft is opened before it is proposed."""
 _SHOWN = 6
+_LEAST_WIDTH = 16
+"""Elements of a vector that may be activations; shorter ones are scores or labels."""
+_DATA = (
+    ".json",
+    ".jsonl",
+    ".ndjson",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".npy",
+    ".npz",
+    ".pt",
+    ".safetensors",
+    ".h5",
+    ".hdf5",
+)
+"""Endings of files that a remark names if they are left out."""
 _STATES = re.compile(r"(?:hidden_states?|residuals?|all_layers)[_.\-]?$", re.IGNORECASE)
 """Words before the number of a layer in lists that models return."""
 _PART = Part("activations", None, None, (), (), None, None, 0, "C", False)
@@ -172,7 +200,16 @@ def _captured(
     """
     filled, counts, unsure = list(steps), {"layer": 1, "example": 1}, list[str]()
     example_at = None
+    step_at = _decode_steps(steps, every)
+    if step_at is not None:
+        filled[step_at] = "{token}"
+        unsure.append(
+            f"the numbers after {_steps_text(steps[:step_at])} are taken as steps of a generation, whose arrays are joined along "
+            "tokens"
+        )
     for n, step in enumerate(steps):
+        if n == step_at:
+            continue
         text, position = "", 0
         for match in re.finditer(r"[0-9]+", str(step)):
             front, back = str(step)[: match.start()], str(step)[match.end() :]
@@ -186,13 +223,13 @@ def _captured(
                 and regex.fullmatch(str(other[n]))
             ]
             before = front or (str(steps[n - 1]) + "_" if n else "")
-            is_of_layers = bool(_LAYER_WORDS.search(before) or _STATES.search(before))
+            is_of_layers = bool(_LAYER_WORDS.search(before) or _STATES.search(before)) or n - 1 == step_at
             if len(alike) < 2 and not is_of_layers:
                 continue
             capture = "layer"
             is_ragged = len({tuple(array.shape[:-1]) for array in alike}) > 1
             if may_be_examples and not is_of_layers:
-                is_listed = len(alike) in lists or len(every[steps].shape) > 2
+                is_listed = len(alike) in lists or len(every[steps].shape) != 2
                 capture = "example" if is_ragged or is_listed else "layer"
                 if not is_ragged:
                     unsure.append(
@@ -209,6 +246,29 @@ def _captured(
         if text:
             filled[n] = text + str(step)[position:]
     return _CapturedSteps(tuple(filled), counts, example_at, unsure)
+
+
+def _decode_steps(steps: tuple[Name, ...], every: Mapping[tuple[Name, ...], StoredArray]) -> int | None:
+    """The position of the number of a step: of lists of layers, in which all but the first have one token."""
+    for n in range(len(steps) - 1):
+        if type(steps[n]) is not int or type(steps[n + 1]) is not int:
+            continue
+        shapes = [
+            tuple(array.shape)
+            for other, array in sorted(every.items(), key=lambda entry: str(entry[0][n : n + 1]).zfill(12))
+            if len(other) == len(steps) and other[:n] == steps[:n] and other[n + 1 :] == steps[n + 1 :]
+        ]
+        if any(len(shape) < 2 for shape in shapes):
+            continue
+        first = min(shapes, key=lambda shape: shape[-2] == 1, default=())
+        others = [shape for shape in shapes if shape[-2] == 1]
+        if (
+            len(others) >= max(1, len(shapes) - 1)
+            and len(shapes) > 1
+            and all((*shape[:-2], shape[-1]) == (*first[:-2], first[-1]) for shape in shapes)
+        ):
+            return n
+    return None
 
 
 def _sharded(files: list[OpenedFile], names: list[str]) -> bool:
@@ -246,13 +306,18 @@ def _named_lists(file: OpenedFile) -> dict[tuple[Name, ...], int]:
     }
 
 
-def guess(root: Location) -> Proposal:
-    """Proposes a description of a folder.
+def guess(path: Location) -> Proposal:
+    """Proposes a description of a folder, or of one file for the folder that contains it.
 
     Raises:
-        FormatError: no file in the folder contains a floating-point array with two or more axes.
+        MissingFileError: there is neither a folder nor a file.
+        FormatError: no file contains a floating-point array with two or more axes, or several vectors.
     """
-    groups = _groups(root)
+    root = path if path.kind() == "folder" else path.parent
+    groups = _groups(root) if root is path else [_Group(path.name, [path], path.regular("read").size)]
+    indexed = next((group for group in groups if is_shard_index(group.pattern) and len(group.files) == 1), None)
+    if indexed is not None and (proposal := _propose_indexed(root, indexed, groups)) is not None:
+        return proposal
     for group in groups:
         kind = kind_of(group.files[0].name, _PART)
         if kind == "raw":
@@ -268,12 +333,34 @@ def guess(root: Location) -> Proposal:
             arrays += [entry for entry in _all_arrays(files[-1]) if entry[0] not in dict(arrays)]
         wide = [(steps, array) for steps, array in arrays if len(array.shape) >= 2 and array.dtype in _FLOATS]
         wide = wide or [(s, a) for s, a in arrays if len(a.shape) >= 2 and a.dtype in ("U16", "I16") and kind == "npy"]
+        wide = wide or _vectors(arrays, group)
         if wide:
             return _tried(root, _proposed(root, group, groups, files[0], arrays, wide))
     raw = next((group for group in groups if group.files[0].name.endswith((".bin", ".memmap", ".dat", ".raw"))), None)
     if raw is not None:
         return _propose_raw(root, raw)
     raise FormatError("found no file with a floating-point array of two or more axes", path=root)
+
+
+def _vectors(
+    arrays: list[tuple[tuple[Name, ...], StoredArray]], group: _Group
+) -> list[tuple[tuple[Name, ...], StoredArray]]:
+    """Arrays of one axis that may be the vector of an example: of several files, or several of one length."""
+    vectors = [(s, a) for s, a in arrays if len(a.shape) == 1 and a.dtype in _FLOATS and a.shape[0] >= _LEAST_WIDTH]
+    lengths = collections.Counter(array.shape[0] for _, array in vectors)
+    return [(s, a) for s, a in vectors if len(group.files) > 1 or lengths[a.shape[0]] > 1]
+
+
+def _propose_indexed(root: Location, group: _Group, groups: list[_Group]) -> Proposal | None:
+    """A description of the files that an index names; None if their names have numbers, which a pattern captures."""
+    shards = list(dict.fromkeys(shard_index(group.files[0]).values()))
+    if any(re.search(r"[0-9]+-of-[0-9]+", shard.name) for shard in shards):
+        return None
+    files = open_files(shards, _PART)
+    arrays = [entry for file in files for entry in _all_arrays(file)]
+    wide = [(steps, array) for steps, array in arrays if len(array.shape) >= 2 and array.dtype in _FLOATS]
+    rest = [other for other in groups if not set(other.files) & set(shards)]
+    return _tried(root, _proposed(root, group, rest, ShardedFile(files), arrays, wide)) if wide else None
 
 
 def _propose_raw(root: Location, group: _Group) -> Proposal:
@@ -328,14 +415,7 @@ def _proposed(
     pattern, captures, unsure = _pattern(root, group)
     unsure += _unmatched(group, groups)
     lists = _named_lists(opened)
-
-    def elements(array: StoredArray) -> int:
-        count = 1
-        for n in array.shape:
-            count *= n
-        return count
-
-    steps, array = max(wide, key=lambda entry: (rank_of(".".join(map(str, entry[0]))), elements(entry[1])))
+    steps, array = max(wide, key=lambda entry: (rank_of(".".join(map(str, entry[0]))), math.prod(entry[1].shape)))
     alone = "example" not in captures and "batch" not in captures
     chosen = _captured(steps, dict(wide), set(lists.values()), may_be_examples=alone)
     tensor, layers = chosen.steps, chosen.counts["layer"]
@@ -391,12 +471,54 @@ def _proposed(
             lines.append('axes = ["1", "token"]')
     elif file := next((single[name] for name in _TOKENS if name in single), None):
         lines += ["[tokens]", f'file = "{file.pattern}"']
-    if "row" not in axes:
-        examples = chosen.counts["example"] if chosen.example_at is not None else None
-        if "example" in axes:
-            examples = shape[axes.index("example")]
-        lines += _columns(root, opened, steps, chosen, lists, examples if not captures[: len(captures) - 1] else None)
+    columns, remarks = _all_columns(group, groups, opened, _ChosenArray(steps, chosen, captures, axes, shape), lines)
+    lines += columns
+    unsure += [*remarks, *_unused_keys(opened, lines, [entry for entry, _ in wide])]
     return _proposal(lines, unsure)
+
+
+@dataclass(frozen=True)
+class _ChosenArray:
+    """The array that is taken as activations: its steps, captures of file names and keys, axes and shape."""
+
+    steps: tuple[Name, ...]
+    captured: _CapturedSteps
+    captures: list[str]
+    axes: list[str]
+    shape: list[int]
+
+    @property
+    def is_of_files(self) -> bool:
+        """Whether each file has one example."""
+        return "example" in self.captures and self.captured.example_at is None and "example" not in self.axes
+
+    def num_examples(self, num_files: int) -> int | None:
+        """Number of examples; None if it is not that of files or of one file."""
+        if self.is_of_files:
+            return num_files if self.captures == ["example"] else None
+        if self.captures[: len(self.captures) - (self.captured.example_at is not None)]:
+            return None
+        if self.captured.example_at is not None:
+            return self.captured.counts["example"]
+        axis = next((n for n, name in enumerate(self.axes) if name in ("example", "row")), None)
+        return None if axis is None else self.shape[axis]
+
+
+def _all_columns(
+    group: _Group, groups: list[_Group], opened: OpenedFile, choice: _ChosenArray, lines: list[str]
+) -> tuple[list[str], list[str]]:
+    """Tables of columns of the file and of other files, and a remark about files that are left out."""
+    examples = choice.num_examples(len(group.files))
+    columns = _columns(
+        opened, choice.steps, choice.captured, _named_lists(opened), examples, is_file_of_example=choice.is_of_files
+    )
+    text = "\n".join(lines)
+    described = {group.pattern, *(other.pattern for other in groups if f'"{other.pattern}"' in text)}
+    columns, unused = _columns_of_files(groups, described, examples, columns)
+    if not unused:
+        return columns, []
+    rest = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
+    return columns, [f"other files are left out: {', '.join(unused[:_SHOWN])}{rest}"]
 
 
 def _left_out(tensor: tuple[Name, ...], every: list[tuple[Name, ...]]) -> list[str]:
@@ -418,39 +540,73 @@ def _left_out(tensor: tuple[Name, ...], every: list[tuple[Name, ...]]) -> list[s
 
 
 def _columns(
-    root: Location,
     file: OpenedFile,
     steps: tuple[Name, ...],
     chosen: _CapturedSteps,
     lists: Mapping[tuple[Name, ...], int],
     examples: int | None,
+    *,
+    is_file_of_example: bool,
 ) -> list[str]:
-    """Tables of columns: lists of the file and of JSON files that have a value for each example, and values next to its array."""
+    """Tables of columns: lists of the file that have a value for each example, and values next to its array."""
     lines: list[str] = []
     used = {*_TOKENS, *_MASKS, *_LENGTHS, *map(str, steps)}
     for names, n in lists.items():
-        if n == examples and str(names[-1]) not in used:
+        if n == (1 if is_file_of_example else examples) and str(names[-1]) not in used:
             lines += ["[[columns]]", f"tensor = {_steps_text(names)}"]
-    at = chosen.example_at
-    if at is not None and at + 1 < len(steps):
-        siblings = file.find(steps[: at + 1])
-        for key in siblings if isinstance(siblings, dict) else ():
-            if isinstance(key, str) and isinstance(siblings[key], str | int | float):
-                lines += ["[[columns]]", f"tensor = {_steps_text((*chosen.steps[: at + 1], key))}"]
-    if examples is None:
+    torch = getattr(file, "file", None)
+    at = -1 if chosen.example_at is None else chosen.example_at
+    if torch is None or (at < 0 and not is_file_of_example) or at + 1 >= len(steps):
         return lines
-    for number, (path, _) in enumerate(root.files()):
-        if number >= _MOST_FILES:
-            break
-        if not path.name.endswith(".json") or "/" in path.relative_to(root):
-            continue
-        with contextlib.suppress(ActshardError):
-            value = read_json(path)
-            for key in value if isinstance(value, dict) else ():
-                if isinstance(value[key], list) and len(value[key]) == examples and key not in used:
-                    pointer = key.replace("~", "~0").replace("/", "~1")
-                    lines += ["[[columns]]", f"file = {json.dumps(f'{path.name}:/{pointer}')}"]
+    siblings = file.find(steps[: at + 1])
+    for key, value in siblings.items() if isinstance(siblings, dict) else ():
+        is_scalar = isinstance(value, str | int | float) or (isinstance(value, StoredArray) and value.shape == [])
+        if isinstance(key, str) and is_scalar and key not in used:
+            lines += ["[[columns]]", f"tensor = {_steps_text((*chosen.steps[: at + 1], key))}"]
     return lines
+
+
+def _columns_of_files(
+    groups: list[_Group], described: Collection[str], examples: int | None, columns: list[str]
+) -> tuple[list[str], list[str]]:
+    """Adds columns of files with a value for each example: lists of JSON, lines and arrays; and the names of other files."""
+    lines, unused = list(columns), list[str]()
+    for group in groups:
+        name = group.pattern
+        if name in described or is_shard_index(name):
+            continue
+        if "/" in name or len(group.files) > 1:
+            unused += [name] if name.endswith(_DATA) else []
+            continue
+        table: list[str] = []
+        with contextlib.suppress(ActshardError):
+            if examples is not None and name.endswith(".json"):
+                value = read_json(group.files[0])
+                for key in value if isinstance(value, dict) else ():
+                    if isinstance(value[key], list) and len(value[key]) == examples and key not in _TOKENS:
+                        pointer = key.replace("~", "~0").replace("/", "~1")
+                        table += ["[[columns]]", f"file = {json.dumps(f'{name}:/{pointer}')}"]
+                if isinstance(value, list) and len(value) == examples and len(lines_of(group.files[0])) == examples:
+                    table = ["[[columns]]", f"file = {json.dumps(name)}"]
+            elif examples is not None and is_lines(name) and len(lines_of(group.files[0])) == examples:
+                table = ["[[columns]]", f"file = {json.dumps(name)}"]
+            elif examples is not None and name.endswith(".npy"):
+                ((_, array),) = _all_arrays(open_files(group.files, _PART)[0])
+                table = ["[[columns]]", f"file = {json.dumps(name)}"] if array.shape == [examples] else []
+        lines += table
+        unused += [] if table or not name.endswith(_DATA) else [name]
+    return lines, unused
+
+
+def _unused_keys(file: OpenedFile, lines: list[str], wide: list[tuple[Name, ...]]) -> list[str]:
+    """A remark about keys at the top of the file that no table names. Arrays of activations have a remark of their own."""
+    named = "\n".join(line for line in lines if line.startswith("tensor"))
+    top = {steps[0] for steps in wide if steps}
+    keys = [key for key in file.names(()) if key and key not in top and f'"{key}"' not in named and not key.isdecimal()]
+    if not keys:
+        return []
+    rest = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return [f"other values of the file are left out: {', '.join(keys[:_SHOWN])}{rest}"]
 
 
 def _tried(root: Location, proposal: Proposal) -> Proposal:
@@ -471,9 +627,16 @@ def _axes(
     shape: list[int], captures: list[str], layered: bool, tokens: list[int] | None, unsure: list[str]
 ) -> list[str]:
     """Names of axes by their number and by the shape of the token ids."""
+    if any(n > shape[-1] and n % 64 == 0 and shape[-1] % 64 for n in shape[:-1]):
+        unsure.append(
+            f"the last axis, of {shape[-1]}, is taken as 'dim'; a longer one may be: it may be any axis in 'axes'"
+        )
     if len(shape) == 2 and tokens is not None and len(tokens) == 2 and tokens[0] * tokens[1] == shape[0]:
         return ["example*token", "dim"]
     is_one_example = "example" in captures
+    if len(shape) == 1:
+        unsure.append("one axis: taken as 'dim', the vector of an example of one token")
+        return ["dim"]
     if len(shape) == 2:
         if not is_one_example:
             unsure.append("two axes: taken as rows of all examples; they may be the tokens of one example")

@@ -7,7 +7,6 @@ offset. Others (compressed, or not contiguous) are decoded by the core, once per
 from __future__ import annotations
 
 import collections
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,10 +19,11 @@ from actshard.base._arguments import stored
 from actshard.base.errors import FormatError, MissingFileError, UnsupportedError
 from actshard.base.location import Location
 from actshard.formats.kept import Listing
-from actshard.formats.layout_toml.description import CAPTURE, Description, Name, Part, Pattern
+from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
 from actshard.formats.layout_toml.files import (
     OpenedFile,
     ShardedFile,
+    array_files,
     is_lines,
     lines_of,
     matches,
@@ -44,6 +44,7 @@ from actshard.formats.layout_toml.geometry import (
     weighted,
 )
 from actshard.formats.layout_toml.scaling import Scaled, Scaler
+from actshard.formats.layout_toml.tensors import array_at, dim_last, fill, layer_keys, listable, matching_keys
 
 _ALONE: tuple[Name, ...] = (0,)
 
@@ -145,7 +146,7 @@ def units_of(root: Location, description: Description, listing: Listing | None =
     """Matches files and groups them into units, in order. Every unit has the same layers."""
     pattern = description.activations.files
     assert pattern is not None  # checked when the description was read
-    files = matches(root, pattern, listing)
+    files = array_files(root, pattern, listing)
     if not files:
         raise MissingFileError(f"expected files named {pattern.text!r}, found none", path=root)
     units_by_key: dict[tuple[Name | None, Name | None], Unit] = {}  # in the order of the files
@@ -216,15 +217,6 @@ def key_of(captured: Mapping[str, Name], pattern: Pattern) -> str:
 def by_capture(root: Location, pattern: Pattern) -> dict[str, Location]:
     """Files of a pattern by their captures."""
     return {key_of(captured, pattern): path for captured, path in matches(root, pattern)}
-
-
-def fill(steps: Sequence[Name], captured: Mapping[str, Name]) -> list[Name]:
-    """Steps with the captured values in braces."""
-
-    def value_of(match: re.Match[str]) -> str:
-        return str(captured.get(match[1], match[0]))
-
-    return [CAPTURE.sub(value_of, step) if isinstance(step, str) else step for step in steps]
 
 
 def read_part(root: Location, description: Description, part: Part) -> NDArray[Any]:
@@ -323,20 +315,6 @@ class Finder:
 
     # -- layers ----------------------------------------------------------------------------------
 
-    def keys(
-        self, file: OpenedFile, captured: Mapping[str, Name], tensor: Sequence[Name] | None = None
-    ) -> dict[Name, list[Name]]:
-        """Keys and positions of each layer's array in a file; of layer 0 if they do not contain the layer."""
-        steps = fill(self.part.tensor if tensor is None else tensor, captured)
-        index = next((n for n, step in enumerate(steps) if isinstance(step, str) and "{layer" in step), None)
-        if index is None:
-            return {0: steps}
-        keys_by_layer: dict[Name, list[Name]] = {}
-        for values, key in matching_keys(file, steps[:index], str(steps[index])):
-            keys_by_layer[values["layer"]] = [*steps[:index], key, *steps[index + 1 :]]
-        order = sorted(keys_by_layer, key=lambda layer: (isinstance(layer, str), layer))
-        return {layer: keys_by_layer[layer] for layer in order}
-
     def _examples(self, unit: Unit) -> list[Unit]:
         """A unit for each example of a file: numbers in their order, other names in that of the file."""
         at = self.part.step_of("example")
@@ -345,10 +323,10 @@ class Finder:
         layer = next(iter(unit.paths))
         steps = fill(self.part.tensor[: at + 1], unit.captured if layer is None else unit.captured | {"layer": layer})
         if any(isinstance(step, str) and "{layer" in step for step in steps[:at]):
-            steps = [*next(iter(self.keys(file, unit.captured, steps[:at]).values())), steps[at]]
+            steps = [*next(iter(layer_keys(file, steps[:at], unit.captured).values())), steps[at]]
         text = str(steps[at])
         units: dict[Name, Unit] = {}
-        for values, key in matching_keys(file, steps[:at], text):
+        for values, key in matching_keys(file, listable(file, steps[:at]), text):
             start, end = Pattern.of(text).span(key, "example")
             captured = unit.captured | {"example": values["example"]}
             units.setdefault(
@@ -365,7 +343,9 @@ class Finder:
             return self._choose_layers(tuple(layer for layer in first.paths if layer is not None), layer_names)
         file = self.opened[first.any]
         if any(isinstance(step, str) and "{layer" in step for step in self.part.tensor):
-            return self._choose_layers(tuple(self.keys(file, first.captured | first.keys)), layer_names)
+            return self._choose_layers(
+                tuple(layer_keys(file, self.part.tensor, first.captured | first.keys)), layer_names
+            )
         names = [name for axis in self.part.axes for name in axis.split("*")]
         if "layer" not in names:
             if len(layer_names) > 1:
@@ -377,8 +357,8 @@ class Finder:
         if layer_names:
             return layer_names
         if "layer" in self.part.axes:
-            value = file.find(first.fill(self.part.tensor))
-            if isinstance(value, StoredArray) and len(value.shape) == len(self.part.axes):
+            value = array_at(file, self.part, first.fill(self.part.tensor))
+            if len(value.shape) == len(self.part.axes):
                 return tuple(range(value.shape[self.part.axes.index("layer")]))
         raise FormatError("layers: expected the names along the axis with 'layer', found none", path=self.root)
 
@@ -392,27 +372,6 @@ class Finder:
         )
 
     # -- arrays ----------------------------------------------------------------------------------
-
-    def array(self, file: OpenedFile, steps: Sequence[Name]) -> StoredArray:
-        array = file.find(steps)
-        if not isinstance(array, StoredArray):
-            key_path = ".".join(map(str, steps)) or "the file"
-            raise FormatError(
-                f"{key_path}: expected a tensor stored in the file, found {type(array).__name__}", path=file.path
-            )
-        if self.part.dtype is None and file.is_of_bits(steps):
-            size = stored(array.dtype).itemsize
-            names = "bfloat16" if size == 2 else "float8_e4m3fn or float8_e5m2"
-            raise FormatError(
-                f"activations: expected 'dtype', such as {names}: the elements are {8 * size} bits of a type that the file does "
-                "not name, as numpy writes those of ml_dtypes",
-                path=file.path,
-            )
-        if self.part.dtype is not None and array.dtype != self.part.dtype:
-            if stored(array.dtype).itemsize != stored(self.part.dtype).itemsize:
-                raise FormatError(f"activations: expected {self.part.dtype}, found {array.dtype}", path=file.path)
-            array = array.viewed(self.part.dtype)
-        return array
 
     def scaled(self, unit: Unit, file: OpenedFile, array: StoredArray, layer: Name) -> Scaled | None:
         """The array of a layer with its scales, if the description names scales."""
@@ -430,7 +389,7 @@ class Finder:
             scales_file = self.scale_opened[path]
         steps = fill(part.tensor, captured)
         if any(isinstance(step, str) and "{layer" in step for step in steps):
-            keys = self.keys(scales_file, captured, part.tensor)
+            keys = layer_keys(scales_file, part.tensor, captured)
             if layer not in keys:
                 raise self.scaler.error(f"expected scales of layer {layer!r}, found {list(keys)}", scales_file.path)
             steps = keys[layer]
@@ -482,9 +441,10 @@ class Finder:
         self, file: OpenedFile, array: StoredArray, factors: Mapping[str, int], scaled: Scaled | None = None
     ) -> tuple[Geometry, int, int, str]:
         """The axes of an array, its row file, the offset of its first byte, and the name of the axis of rows."""
+        axes = self.part.axes
 
         def assigned(strides: Sequence[int]) -> Geometry:
-            return geometry(self.part.axes, array.shape, strides, self.description.select, factors, file.path)
+            return geometry(axes, array.shape, strides, self.description.select, factors, file.path)
 
         array_geometry = assigned(array.strides)
         dtype = array.dtype if scaled is None else "BF16"
@@ -512,6 +472,9 @@ class Finder:
         is_decoded = (
             (dim.stride != 1 and dim.count > 1) or step_of(axis) < row or array.deflated is not None or array.is_chunked
         )
+        key_array = array
+        if is_decoded:
+            axes, array = dim_last(axes, array)
         decoded = array if is_decoded else None
         first = array.offset
         if is_decoded:
@@ -524,7 +487,7 @@ class Finder:
                 raise UnsupportedError(f"axes {list(self.part.axes)}: expected 'dim' as the last axis", path=file.path)
             first = 0
         step = step_of(axis)
-        key = (file.path, step, array.swapped and not is_decoded, id(array) if is_decoded else None)
+        key = (file.path, step, array.swapped and not is_decoded, id(key_array) if is_decoded else None)
         if key not in self.row_files:
             self.row_files[key] = len(self.made_files)
             self.made_files.append(
@@ -595,19 +558,19 @@ class Finder:
             for layer in layers:
                 steps = fill(self.part.tensor, unit.captured | unit.keys | {"layer": layer})
                 file = self.opened[unit.paths[layer]].holding(steps)
-                yield file, self.array(file, steps), None
+                yield file, array_at(file, self.part, steps), None
             return
         file = self.opened[unit.any]
         if any(isinstance(step, str) and "{layer" in step for step in self.part.tensor):
-            keys = self.keys(file, unit.captured | unit.keys)
+            keys = layer_keys(file, self.part.tensor, unit.captured | unit.keys)
             for layer in layers:
                 if layer not in keys:
                     raise FormatError(f"expected layer {layer!r} as in other files, found {list(keys)}", path=file.path)
                 holder = file.holding(keys[layer])
-                yield holder, self.array(holder, keys[layer]), None
+                yield holder, array_at(holder, self.part, keys[layer]), None
             return
         file = file.holding(unit.fill(self.part.tensor))
-        array = self.array(file, unit.fill(self.part.tensor))
+        array = array_at(file, self.part, unit.fill(self.part.tensor))
         has_axis = any("layer" in axis.split("*") for axis in self.part.axes)
         for position in range(len(layers)):
             yield file, array, position if has_axis else None
@@ -736,19 +699,6 @@ class Finder:
         if bounds[-1] > rows or (part.kind != "starts" and bounds[-1] != rows):
             raise FormatError(f"lengths: expected {rows} rows, found {bounds[-1]}", path=path)
         return bounds[:-1], np.diff(bounds)
-
-
-def matching_keys(file: OpenedFile, steps: Sequence[Name], text: str) -> Iterator[tuple[dict[str, Name], str]]:
-    """Keys after ``steps`` that match a key with captures, and the captured values. Raises FormatError if there are none."""
-    pattern = Pattern.of(text)
-    matches_none = True
-    for key in file.names(steps):
-        if (values := pattern.match(key)) is not None:
-            matches_none = False
-            yield values, key
-    if matches_none:
-        existing = ", ".join(file.names(steps)[:12]) or "nothing"
-        raise FormatError(f"expected keys such as {text!r}, found {existing}", path=file.path)
 
 
 def line_number(line: Mapping[str, Any], part: Part, root: Location) -> int:

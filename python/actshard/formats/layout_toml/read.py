@@ -16,7 +16,7 @@ from actshard.formats.contents import Contents, Options
 from actshard.formats.layout_toml import description
 from actshard.formats.layout_toml.columns import FolderColumns
 from actshard.formats.layout_toml.description import Description
-from actshard.formats.layout_toml.files import missing_files
+from actshard.formats.layout_toml.files import is_shard_index, missing_files
 from actshard.formats.layout_toml.index import RowIndex
 from actshard.formats.layout_toml.keeping import index_of
 
@@ -50,6 +50,7 @@ def open(path: Location, options: Options) -> Contents:
 def contents(path: Location, described: Description, index: RowIndex, options: Options) -> Contents:
     """The dataset's contents, for a store."""
     columns = FolderColumns(path, described, index)
+    columns.check_first()
     tokens = index.tokens
     same = int(tokens[0]) if index.even is not None or (len(tokens) and bool((tokens == tokens[0]).all())) else None
     provenance: dict[str, Any] = {"files": len(index.paths), "layout": described.source and str(described.source)}
@@ -85,7 +86,7 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
 def remarks(path: Location, described: Description, index: RowIndex) -> list[Remark]:
     """Warnings about missing files. A column of committed examples lists the examples, so other numbers may have no file."""
     pattern = described.activations.files
-    if pattern is None or any(column.commit for column in described.columns):
+    if pattern is None or is_shard_index(pattern.text) or any(column.commit for column in described.columns):
         return list(described.remarks)
     if "_" in pattern.captures:
         names = ((pattern.match(file.relative_to(path)), file) for unit in index.units for file in unit.files)

@@ -114,7 +114,7 @@ impl ChunkScales {
             strides: ArrayPlace::dense(&shape),
             at,
             inside: None,
-            chunks: None,
+            parts: None,
         };
         let array = ScaledArray::new(&place(self.code, shape, at), &place(DType::F32, of_axes, 0), DType::F32)?;
         array.sharing(scales.ok_or_else(lacking)?)

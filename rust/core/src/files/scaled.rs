@@ -76,7 +76,7 @@ impl ScaledArray {
         for array in [codes, scales] {
             if array.swapped
                 || array.inside.is_some()
-                || array.chunks.is_some()
+                || array.parts.is_some()
                 || array.strides != ArrayPlace::dense(&array.shape)
             {
                 return refuse(
@@ -470,7 +470,7 @@ mod tests {
 
     fn place(dtype: DType, shape: &[u64], at: u64) -> ArrayPlace {
         let (shape, strides) = (shape.to_vec(), ArrayPlace::dense(shape));
-        ArrayPlace { dtype, swapped: false, shape, strides, at, inside: None, chunks: None }
+        ArrayPlace { dtype, swapped: false, shape, strides, at, inside: None, parts: None }
     }
 
     #[test]

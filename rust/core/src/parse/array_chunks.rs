@@ -51,6 +51,9 @@ pub struct ChunkPlace {
 /// The chunks of an array.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChunkList {
+    /// Elements of the array along each axis.
+    array: Vec<u64>,
+    /// The same of a chunk.
     shape: Vec<u64>,
     filters: Vec<ChunkFilter>,
     chunks: Vec<ChunkPlace>,
@@ -78,16 +81,17 @@ impl ChunkList {
         if !chunks.iter().all(is_inside) {
             return Err(wrong("a chunk that is not at a multiple of it inside the array"));
         }
-        Ok(ChunkList { shape, filters, chunks })
+        Ok(ChunkList { array: array.to_vec(), shape, filters, chunks })
     }
 
-    /// The elements of an array of this shape and type in C order and native byte order. `swapped`: stored in the other one.
+    /// The array's elements in C order and native byte order. `swapped`: stored in the other one.
     pub(super) fn read(
         &self,
         source: &dyn Source,
-        (shape, dtype, swapped): (&[u64], DType, bool),
+        (dtype, swapped): (DType, bool),
         context: &mut Context<'_>,
     ) -> Result<Vec<u8>> {
+        let shape = self.array.as_slice();
         let item = dtype.bits() / 8;
         let bytes = shape.iter().try_fold(item, |n, d| n.checked_mul(*d));
         let stored = self.chunks.iter().fold(0u64, |n, chunk| n.saturating_add(chunk.stored)).min(source.size());
@@ -219,7 +223,7 @@ mod tests {
             strides,
             at: 0,
             inside: None,
-            chunks: Some(Arc::new(list)),
+            parts: Some(Arc::new(arrays::ArrayParts::Chunks(list))),
         };
         let source = Held::new(Location::object("test", "a.h5"), file.into());
         arrays::read(&source, &place, &mut Context::of_part(&Stop::new()))

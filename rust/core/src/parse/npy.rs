@@ -284,7 +284,7 @@ impl NpyHeader {
             shape.push(text);
             strides.push(1);
         }
-        let place = ArrayPlace { dtype, swapped, shape, strides, at: self.len, inside: None, chunks: None };
+        let place = ArrayPlace { dtype, swapped, shape, strides, at: self.len, inside: None, parts: None };
         let bytes = place.count().and_then(|n| n.checked_mul(place.item()));
         match bytes.and_then(|bytes| bytes.checked_add(self.len)) {
             Some(end) if end <= size => {

@@ -139,7 +139,7 @@ impl TorchFile {
             strides: tensor.strides.clone(),
             at: if region.deflated { within } else { region.at + within },
             inside: region.deflated.then_some(region),
-            chunks: None,
+            parts: None,
         })
     }
 
@@ -153,7 +153,7 @@ impl TorchFile {
             ArrayPlace::dense(&array.shape)
         };
         let (dtype, swapped) = (array.element.dtype, array.element.swapped);
-        Some(ArrayPlace { dtype, swapped, shape: array.shape.clone(), strides, at, inside: None, chunks: None })
+        Some(ArrayPlace { dtype, swapped, shape: array.shape.clone(), strides, at, inside: None, parts: None })
     }
 
     /// Offsets of the storages whose content differs from their CRC-32. A CRC-32 of 0 was not computed by the writer.
