@@ -49,6 +49,7 @@ from actshard.reading.opening import concat, open
 from actshard.reading.store import Store
 from actshard.reading.verifying import Report, verify
 from actshard.streaming import Batch, Stream
+from actshard.streaming.normalizer import Normalizer
 from actshard.streaming.sequences import SequenceBatch, SequenceStream
 from actshard.writing import Writer, create
 from actshard.writing.converting import Conversion, convert
@@ -105,6 +106,7 @@ __all__ = [
     "MixedStores",
     "MixedStream",
     "NoMemoryError",
+    "Normalizer",
     "NotAFileError",
     "NotStoredError",
     "OutOfRangeError",
