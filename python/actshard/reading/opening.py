@@ -256,7 +256,7 @@ def _opened(
     _arguments.one_of(name, formats.names(), "format")
     mode = io if io != "auto" else network_io(root)
     chosen = formats.get(name)
-    _check_supported(chosen, layout, incomplete, root)
+    check_supported(chosen, layout, incomplete, root)
     layout = None if layout is None else chosen.read_layout(layout)
     options = Options(
         mode,
@@ -294,13 +294,16 @@ def _opened(
     return store
 
 
-def _check_supported(chosen: Format, layout: object, incomplete: str, root: Location) -> None:
+def check_supported(chosen: Format, layout: object, incomplete: str, root: Location) -> None:
     """Raises ArgumentError for an argument that a format does not support."""
     if layout is not None and not chosen.takes(layout):
         raise ArgumentError(f"layout: {chosen.name} datasets describe themselves; leave it out")
     if incomplete == "skip" and not chosen.skips_incomplete:
         supported = ", ".join(name for name in formats.names() if formats.get(name).skips_incomplete)
-        raise ArgumentError(f'incomplete: "skip" is supported for {supported}, not for {chosen.name}', path=root)
+        reason = f"{chosen.needs_whole}. Copy the missing files, or write the dataset again"
+        raise ArgumentError(
+            f'incomplete: "skip" is supported for {supported}, not for {chosen.name}: {reason}', path=root
+        )
 
 
 def _remarks(dtype: np.dtype[np.generic], refused: Sequence[str]) -> list[Remark]:
