@@ -74,10 +74,9 @@ def open(
         layout: a description of the files of a folder (docs/formats/layout.md): the path of a TOML file, its text, or a dict. The
             folder's own ``layout.toml`` needs no argument. ``{"layers": [1, 17, 33]}`` names the layers of formats whose files do
             not record them (specforge, modelopt, angelslim).
-        incomplete: what to do about examples whose files are missing, being written or damaged, in formats with a file per example
-            (speculators and vLLM's request files, specforge, modelopt, angelslim, eagle). ``"error"``: reading them raises an
-            error. ``"skip"``: they have no tokens, so that streams leave them out; a warning counts them. All others keep their
-            numbers.
+        incomplete: what to do about examples whose files are missing, being written or damaged. ``"error"``: opening the dataset or
+            reading them raises an error. ``"skip"``: they have no tokens, so that streams leave them out; a warning counts them.
+            All others keep their numbers. docs/reading.md has the formats that support it.
 
     Returns:
         An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -261,7 +262,7 @@ def _open_requests(path: Location, options: Options) -> Contents:
     return contents_of_requests(path, [path / name for name in names if name.endswith(".safetensors")], options, locks)
 
 
-def _files_left_out(states: States, paths: Sequence[Location], options: Options) -> tuple[Path, ...]:
+def _files_left_out(states: AllStates, paths: Sequence[Location], options: Options) -> tuple[Path, ...]:
     return tuple(paths[n].place for n in sorted(states.faults)) if options.skip_incomplete else ()
 
 
