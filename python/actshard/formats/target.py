@@ -42,6 +42,7 @@ OTHER_TEXT = {"text": "prompt", "prompt": "text"}
 COMMON_OPTIONS = (
     "dtype",
     "metadata",
+    "model",
     "num_examples",
     "tokens_per_example",
     "truncate",
