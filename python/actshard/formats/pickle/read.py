@@ -208,15 +208,6 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     first = metadata[0].value
     config = _config(metadata[0])
     compressed = [s for s in shards if s.compressed]
-    provenance_fields = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
-    provenance = {key: config[key] for key in provenance_fields if config.get(key) is not None}
-    if longest := [n for f in metadata if type(n := _config(f).get("max_seq_length")) is int]:
-        provenance["max_seq_length"] = max(longest)
-    provenance |= {key: first[key] for key in ("version", "created_at") if first.get(key) is not None}
-    if len(machines) > 1:
-        provenance["machines"] = len(machines)
-    if compressed:
-        provenance["compressed_shards"] = len(compressed)
     names = [*OWN_COLUMNS, *_fields_of(rows, next(i for i, s in enumerate(whole) if s.samples))]
     return Contents(
         format="pickle",
@@ -239,13 +230,28 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
         files=lambda: [s.path.place for s in shards],
         files_left_out=tuple(s.path.place for s in shards if s.number is None),
         model=str(config["model_name"]) if config.get("model_name") else None,
-        provenance=provenance,
+        provenance=_provenance(metadata, len(compressed)),
         warnings=tuple(warnings),
         types_may_differ=True,
         layers_differ=True,
         lacks_layers=bool(lacking),
         counts_are_cheap=sum(s.size or CHEAP_BYTES for s in compressed) <= CHEAP_BYTES,
     )
+
+
+def _provenance(metadata: Sequence[Fields], compressed: int) -> dict[str, object]:
+    """Settings of the extraction, from the metadata of its machines, and the number of compressed shards."""
+    first, config = metadata[0].value, _config(metadata[0])
+    fields = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
+    provenance = {key: config[key] for key in fields if config.get(key) is not None}
+    if longest := [n for f in metadata if type(n := _config(f).get("max_seq_length")) is int]:
+        provenance["max_seq_length"] = max(longest)
+    provenance |= {key: first[key] for key in ("version", "created_at") if first.get(key) is not None}
+    if len(metadata) > 1:
+        provenance["machines"] = len(metadata)
+    if compressed:
+        provenance["compressed_shards"] = compressed
+    return provenance
 
 
 def _number_whole(shards: Sequence[ListedShard], *, skips_incomplete: bool) -> list[ListedShard]:
