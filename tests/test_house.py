@@ -73,7 +73,7 @@ FORMATS: tuple[tuple[str, ...], ...] = (
     ("foreign",),
     ("contents", "tables", "target", "report", "kept", "options", "numbered", "candidates", "torch_zip", "scales"),
     ("carrying", "merging", "per_token", "draft_examples", "draft_trees", "torch_checks", "row_scales"),
-    ("draft_columns", "draft_keeping", "token_target"),
+    ("draft_columns", "draft_keeping", "token_target", "incomplete"),
     ("draft_torch", "draft_writing"),
     ("format",),
     ("registry",),

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 import actshard
 from conftest import GOLDEN, refuses
+from shell import run_command
 
 DRAFTS = GOLDEN / "draft"
 FOLDERS = {
@@ -91,15 +93,138 @@ def test_a_file_whose_lock_is_held_is_being_written(tmp_path: Path) -> None:
     assert (opened(folder).token_counts > 0).all()
 
 
-def test_other_formats_refuse_skip(tmp_path: Path) -> None:
-    with actshard.create(tmp_path / "d", "npy", layers=[0], d_model=2) as writer:
-        writer.append(np.zeros((1, 1, 2), np.float32))
-    with refuses(
-        actshard.ArgumentError, tmp_path / "d", 'incomplete: "skip" is supported for .*speculators.*, not for npy'
+STATES = np.random.default_rng(5).normal(size=(24, 2, 5, 8)).astype(np.float32)
+
+
+def shards(path: Path, format: str) -> tuple[Path, list[Path]]:
+    """A dataset of 24 examples in at least three shards, and the shards in order; lmprobe: those of the first layer."""
+    options: dict[str, Any] = {"num_examples": 24} if format == "saev" else {}
+    options |= {"compress": False} if format == "pickle" else {}
+    with actshard.create(path, format, layers=[3, 5], d_model=8, shard_bytes=2000, **options) as writer:
+        for first in range(0, 24, 4):
+            columns = {} if format == "saev" else {"label": np.arange(first, first + 4)}
+            writer.append(STATES[first : first + 4], columns=columns)
+    pattern = {"saev": "acts*.bin", "pickle": "*.pkl", "hf_arrow": "*.arrow", "lmprobe": "tensors/*003_shard*"}[format]
+    return writer.path, sorted(writer.path.glob(pattern))
+
+
+def check_left_out(path: Path, absent: list[int], labels: list[int | None] | None, count: int = 24) -> None:
+    """Examples of ``absent`` have no tokens; all others have their numbers, rows and labels."""
+    whole = sorted({*range(count)} - {*absent})
+    for store in (opened(path), pickle.loads(pickle.dumps(opened(path)))):
+        assert store.token_counts.tolist() == [0 if i in absent else 5 for i in range(count)]
+        for number, layer in enumerate((3, 5)):
+            for example in whole:
+                assert np.array_equal(store.sequence(example, layer), STATES[example, number])
+            assert np.array_equal(np.asarray(store.layer(layer).rows()), STATES[whole, number].reshape(-1, 8))
+        for shuffle in (None, "window", "exact"):
+            batches = list(store.stream(3, 7, shuffle=shuffle, drop_last=False))
+            examples = np.concatenate([b.examples for b in batches])
+            assert sorted(examples.tolist()) == np.repeat(whole, 5).tolist()
+            rows = STATES[examples, 0, np.concatenate([b.tokens for b in batches])]
+            assert np.array_equal(np.concatenate([b.activations for b in batches]), rows)
+        assert store.filter(range(count)).token_counts.tolist() == store.token_counts.tolist()
+        if labels is not None:
+            assert store.table["label"].to_pylist() == labels
+    assert [w.code for w in opened(path).warnings].count("examples-left-out") == bool(absent or count < 24)
+    report = actshard.verify(path, incomplete="skip")
+    assert report.ok, report.errors
+    assert [f for f in report.findings if f.severity == "note" and f.path.suffix != ".json"]
+    assert not actshard.verify(path).ok
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+@pytest.mark.parametrize("number", [1, -1])
+@pytest.mark.parametrize("format", ["saev", "pickle", "lmprobe"])
+def test_shards_that_are_not_whole_leave_out_their_examples(
+    format: str, number: int, damage: str, tmp_path: Path
+) -> None:
+    path, files = shards(tmp_path / "d", format)
+    assert len(files) > 2
+    store = opened(path, "error")
+    shard_ids = store.read_columns("token_shard_ids")[0].to_pylist() if format == "lmprobe" else []
+    file = files[number]
+    data = file.read_bytes()
+    file.write_bytes(b"" if damage == "empty" else data[:-100])
+    if damage == "missing":
+        file.unlink()
+    index = number % len(files)
+    if format == "lmprobe":
+        absent = [i for i, ids in enumerate(shard_ids) if index in ids]
+    else:
+        last = (index + 1) * 6
+        absent = list(range(last - 1 if format == "saev" and damage == "cut" else last - 6, last))
+    assert absent
+    labels: list[int | None] = list(range(24))
+    if format == "pickle":  # whose columns are in the shards
+        labels = [None if i in absent else i for i in range(24)]
+    check_left_out(path, absent, None if format == "saev" else labels)
+
+
+def test_a_growing_dump_without_a_list_of_shards_is_read(tmp_path: Path) -> None:
+    path, files = shards(tmp_path / "d", "saev")
+    (path / "shards.json").unlink()
+    files[-1].unlink()
+    with pytest.raises(actshard.MissingFileError, match="expected a list of shards"):
+        opened(path, "error")
+    check_left_out(path, list(range(18, 24)), None)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_arrow_files_are_read_up_to_the_first_that_is_not_whole(damage: str, tmp_path: Path) -> None:
+    """Numbers of examples in a missing file are not known."""
+    path, files = shards(tmp_path / "d", "hf_arrow")
+    counts = [len(opened(path, "error"))]
+    files[2].write_bytes(b"" if damage == "empty" else files[2].read_bytes()[: files[2].stat().st_size // 2])
+    if damage == "missing":
+        files[2].unlink()
+    with pytest.raises(actshard.ActshardError):
+        opened(path, "error")
+    store = opened(path)
+    counts.append(len(store))
+    assert 0 < counts[1] < counts[0] == 24
+    check_left_out(path, [], list(range(counts[1])), counts[1])
+    (remark,) = [w for w in store.warnings if w.code == "examples-left-out"]
+    assert remark.startswith(f"{len(files) - 2} of {len(files)} files are left out, from {files[2].name} on: ")
+
+
+def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
+    for format in ("saev", "pickle", "lmprobe", "hf_arrow"):
+        path, files = shards(tmp_path / format, format)
+        for file in files:
+            file.unlink()
+        with pytest.raises((actshard.FormatError, actshard.MissingFileError), match=r"none|nothing"):
+            opened(path)
+
+
+def test_commands_read_what_is_whole(tmp_path: Path) -> None:
+    path, files = shards(tmp_path / "d", "pickle")
+    files[-1].unlink()
+    for verb in ("info", "head", "verify"):
+        assert verb == "head" or run_command(verb, path).returncode != 0
+        done = run_command(verb, path, "--incomplete", "skip", "--json")
+        assert done.returncode == 0, done.stderr
+    done = run_command("info", path, "--incomplete", "skip")
+    assert "6 of 24 examples are left out" in done.stdout
+
+
+def test_other_formats_refuse_skip_and_give_the_reason(tmp_path: Path) -> None:
+    for format, reason in (
+        ("npy", "each of its files has the rows of all examples"),
+        ("safetensors", "each of its files has the rows of all examples"),
+        ("zarr", "missing chunks as zeros"),
     ):
-        actshard.open(tmp_path / "d", incomplete="skip")
-    with pytest.raises(actshard.ArgumentError, match="incomplete: expected 'error' or 'skip', found 'no'"):
-        actshard.open(tmp_path / "d", incomplete="no")  # type: ignore[arg-type]  # wrong on purpose
+        path = tmp_path / format
+        with actshard.create(path, format, layers=[0], d_model=2) as writer:
+            writer.append(np.zeros((1, 1, 2), np.float32))
+        message = f'incomplete: "skip" is supported for .*speculators.*, not for {format}: .*{reason}'
+        with refuses(actshard.ArgumentError, path, message):
+            actshard.open(path, incomplete="skip")
+        with pytest.raises(actshard.ArgumentError, match=message):
+            actshard.verify(path, incomplete="skip")
+    for verb in (actshard.open, actshard.verify):
+        with pytest.raises(actshard.ArgumentError, match="incomplete: expected 'error' or 'skip', found 'no'"):
+            verb(path, incomplete="no")  # type: ignore[operator]  # wrong on purpose
 
 
 def test_numbers_far_apart_are_refused(tmp_path: Path) -> None:

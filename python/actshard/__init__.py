@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from actshard.reading.store import Store
     from actshard.reading.verifying import Report, verify
     from actshard.streaming import Batch, Stream
+    from actshard.streaming.normalizer import Normalizer
     from actshard.streaming.mixing import MixedBatch, MixedStores, MixedStream, mix
     from actshard.streaming.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.streaming.sequences import SequenceBatch, SequenceStream
@@ -105,6 +106,7 @@ __all__ = [
     "MixedStores",
     "MixedStream",
     "NoMemoryError",
+    "Normalizer",
     "NotAFileError",
     "NotStoredError",
     "OutOfRangeError",
@@ -170,6 +172,7 @@ _MODULES = {
     "reading.store": ("Store",),
     "reading.verifying": ("Report", "verify"),
     "streaming": ("Batch", "Stream"),
+    "streaming.normalizer": ("Normalizer",),
     "streaming.mixing": ("MixedBatch", "MixedStream", "MixedStores", "mix"),
     "streaming.pairing": ("PairedBatch", "PairedStream", "PairedStores", "pair"),
     "streaming.sequences": ("SequenceBatch", "SequenceStream"),
@@ -197,7 +200,7 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
 
 
 _SLOW = {

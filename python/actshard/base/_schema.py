@@ -8,6 +8,7 @@ several fields must have in common is checked in ``__post_init__``, which raises
 from __future__ import annotations
 
 import functools
+import math
 import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -67,6 +68,7 @@ FileName = Annotated[str, Rule("the name of a file below a folder", is_file_name
 _RULES = {
     bool: Rule("true or false", lambda value: True),
     int: Rule("an integer", range(1 - MAX_INT, MAX_INT).__contains__),
+    float: Rule("a finite number with a point or an exponent", math.isfinite),
     str: Rule("a string", lambda text: not any("\ud800" <= c <= "\udfff" for c in text)),
     type(None): Rule("null", lambda value: True),
 }

@@ -43,6 +43,7 @@ from actshard.cli._options import (
     LayoutOption,
     OutOption,
     PadOption,
+    PartialOption,
     PartOption,
     PathArgument,
     PhysicalOption,
@@ -129,6 +130,7 @@ def info_command(
     storage_option: StorageOption = None,
     cache: CacheOption = "",
     layout: LayoutOption = None,
+    incomplete: PartialOption = "error",
     guess: Annotated[
         bool, typer.Option("--guess", help="Print a proposed layout.toml for a folder of plain files, or for one file.")
     ] = False,
@@ -142,13 +144,7 @@ def info_command(
         proposal = verb.guessed(location)
         output(json, lambda: {"layout": proposal.text, "unsure": proposal.unsure}, lambda: print(proposal.text, end=""))
         return
-    if layout is not None:
-        from actshard.cli import info as verb
-
-        store = actshard.open(location, format, layout=layout)
-        output(json, lambda: verb.about(store), lambda: verb.show(store))
-        return
-    tokens = _cache_at(location, format)
+    tokens = None if layout is not None else _cache_at(location, format)
     if tokens is not None:
         from actshard.cli import caches
         from actshard.cli.info import whence
@@ -157,7 +153,7 @@ def info_command(
         return
     from actshard.cli import info as verb
 
-    store = actshard.open(location, format)
+    store = actshard.open(location, format, layout=layout, incomplete=incomplete)
     output(json, lambda: verb.about(store), lambda: verb.show(store))
 
 
@@ -173,6 +169,7 @@ def head_command(
     storage_option: StorageOption = None,
     cache: CacheOption = "",
     layout: LayoutOption = None,
+    incomplete: PartialOption = "error",
     json: JsonOption = False,
 ) -> None:
     """Print the first examples: text, label, number of tokens, norm of each layer's last token; or rows of a token cache."""
@@ -190,7 +187,7 @@ def head_command(
         return
     from actshard.cli import head as verb
 
-    store = actshard.open(location, format, layout=layout)
+    store = actshard.open(location, format, layout=layout, incomplete=incomplete)
     verb.refuse_options_of_caches(store, *["--tokenizer"] * bool(tokenizer), *["--text"] * text)
     output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 
@@ -500,13 +497,14 @@ def verify_command(
     storage_option: StorageOption = None,
     cache: CacheOption = "",
     layout: LayoutOption = None,
+    incomplete: PartialOption = "error",
     quiet: QuietOption = False,
     json: JsonOption = False,
 ) -> None:
     """Check a dataset against its format. Exit status: 0 no warnings or errors, 1 warnings, 2 errors, 3 could not run."""
     from actshard.cli import verify as verb
 
-    report = verb.run(_place(path, storage_option, cache), format, deep, layout, quiet=quiet or json)
+    report = verb.run(_place(path, storage_option, cache), format, deep, layout, incomplete, quiet=quiet or json)
     output(json, report.as_dict, lambda: verb.show(report))
     raise typer.Exit(report.status)
 

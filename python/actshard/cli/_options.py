@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -40,6 +40,14 @@ FormatOption = Annotated[
 ]
 LayoutOption = Annotated[
     str | None, typer.Option("--layout", metavar="FILE", help="A layout.toml that describes the folder's files.")
+]
+PartialOption = Annotated[
+    Literal["error", "skip"],
+    typer.Option(
+        "--incomplete",
+        help="Examples whose files are missing or unfinished: skip gives them no tokens.",
+        show_default=True,
+    ),
 ]
 PlanArgument = Annotated[
     str,

@@ -18,6 +18,8 @@ from actshard.writing.staging import origin
 
 _PACKED = 0.95
 """Ratio of stored bytes to bytes of rows, below which it is shown."""
+_PADDED = 1.5
+"""Ratio from which padding is shown."""
 
 
 def whence(path: Any) -> dict[str, Any]:
@@ -74,7 +76,10 @@ def show(store: Store) -> None:
         shards += (
             f" [yellow]({about['missing_shards']:,} more {'is' if about['missing_shards'] == 1 else 'are'} missing)[/]"
         )
-    packed = f" ({about['ratio']:.2f} of the rows)" if about["ratio"] is not None and about["ratio"] < _PACKED else ""
+    ratio = about["ratio"]
+    packed = f" ({ratio:.2f} of the rows)" if ratio is not None and ratio < _PACKED else ""
+    if ratio is not None and ratio >= _PADDED:
+        packed = f" [yellow]({ratio:.1f} times the rows: short examples are stored with padding)[/]"
     lines: list[tuple[str, Any]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),

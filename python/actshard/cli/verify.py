@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rich.markup import escape
 
 from actshard.base._arguments import counted, many
@@ -13,10 +15,18 @@ from actshard.reading.verifying import Report, verify
 _COLOURS = {"error": "red", "warning": "yellow", "note": "dim"}
 
 
-def run(path: Location, format: str | None, deep: bool, layout: str | None = None, *, quiet: bool) -> Report:
+def run(
+    path: Location,
+    format: str | None,
+    deep: bool,
+    layout: str | None = None,
+    incomplete: Literal["error", "skip"] = "error",
+    *,
+    quiet: bool,
+) -> Report:
     """Verifies a dataset and shows progress."""
     with progress("verifying", quiet=quiet) as watch:
-        return verify(path, format=format, deep=deep, progress=watch.stage, layout=layout)
+        return verify(path, format=format, deep=deep, progress=watch.stage, layout=layout, incomplete=incomplete)
 
 
 def show(report: Report) -> None:

@@ -125,6 +125,8 @@ class Contents:
     """Reads columns by name, including columns that ``column_names`` omits."""
     files: Callable[[], list[Path]]
     """Lists all files that contain rows. The list may be long, and files may be missing."""
+    files_left_out: tuple[Path, ...] = ()
+    """Files that are not whole, whose examples ``Options.skip_incomplete`` leaves out."""
     model: str | None = None
     provenance: dict[str, object] = field(default_factory=dict)
     store_metadata: Callable[[], Sequence[tuple[str, dict[str, Any]]]] = lambda: ()

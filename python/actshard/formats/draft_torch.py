@@ -335,6 +335,7 @@ class DraftDataset:
             example_columns=columns.some,
             token_columns=columns.per_token,
             files=lambda: [path.place for path in self.paths],
+            files_left_out=tuple(self.paths[e].place for e in sorted(self.faults)) if self.skips_incomplete else (),
             provenance={"kind": self.keys.kind, "files": len(self.paths)}
             | ({} if _layer_names(options.layout) else {"layers": "by position: their numbers are not stored"}),
             extras=tuple(extras),

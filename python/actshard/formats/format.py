@@ -151,6 +151,8 @@ class Format:
 
     skips_incomplete: ClassVar[bool] = False
     """Whether :meth:`open` can leave out examples that are not whole (``Options.skip_incomplete``)."""
+    needs_whole: ClassVar[str] = "its files do not record which examples they contain"
+    """Why it cannot."""
     opens_several: ClassVar[bool] = False
     """Whether :meth:`open_several` is supported."""
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from actshard.base._json import show
-from actshard.base.codes import ERROR, WARNING, findings
+from actshard.base.codes import ERROR, NOTE, WARNING, findings
 from actshard.base.errors import (
     ActshardError,
     ClosedError,
@@ -77,6 +77,8 @@ class Report:
     """Numbers of files, examples, rows and bytes that were checked."""
     layout: object = field(default=None, repr=False, compare=False)
     """The ``layout=`` argument, for formats that use one."""
+    incomplete: str = field(default="error", repr=False, compare=False)
+    """The ``incomplete=`` argument: with ``"skip"``, files that are not whole are notes."""
     faults: Collected = field(init=False, repr=False, compare=False)
     """Faults that the format's parser finds. Opening the dataset raises the first of them."""
     _seen: set[Finding] = field(default_factory=set, init=False, repr=False, compare=False)
@@ -165,6 +167,10 @@ class Report:
             self.findings.append(finding)
             if severity == ERROR:
                 self._wrong |= {(str(path), code), (str(path), text)}
+
+    def excuse(self, paths: Collection[Path]) -> None:
+        """Makes notes of all findings about these files."""
+        self.findings = [replace(f, severity=NOTE) if f.path in paths else f for f in self.findings]
 
     def count(self, what: str, n: int = 1) -> None:
         """Adds to a number in :attr:`checked`."""

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -32,10 +33,24 @@ ROUTER = "router_layer_"
 """Column names of arrays, for formats that have no separate place for them."""
 PREVIEW = "text_preview"
 """Column with the beginning of an example's text."""
+LONGEST_PREVIEW = 200
+"""Maximum number of characters of a preview, as specified."""
 TEXTS = ("text", "prompt", PREVIEW)
 """Column names of an example's text: lmprobe, Zarr stores, pickle shards."""
 OTHER_TEXT = {"text": "prompt", "prompt": "text"}
 """The names of a column of complete texts. The preview in pickle shards is not one of them."""
+COMMON_OPTIONS = (
+    "dtype",
+    "metadata",
+    "model",
+    "num_examples",
+    "tokens_per_example",
+    "truncate",
+    "overflow",
+    "shard_bytes",
+    "resume",
+)
+"""Arguments of every format, which a misspelt option may mean."""
 FLOATS = ("F16", "BF16", "F32", "F64")
 
 
@@ -200,7 +215,9 @@ class Target(ABC):
         unknown = sorted(set(spec.options) - set(self.format_options))
         if unknown:
             options = "; ".join(f"{name}: {what}" for name, what in self.format_options.items()) or "none"
-            raise ArgumentError(f"{unknown[0]!r} is not an option of {self.format}; options are {options}")
+            near = get_close_matches(unknown[0], (*self.format_options, *COMMON_OPTIONS), 1)
+            meant = f"; do you mean {near[0]!r}?" if near else ""
+            raise ArgumentError(f"{unknown[0]!r} is not an option of {self.format}{meant}; options are {options}")
         large = next((x for x in spec.layers if isinstance(x, int) and abs(x) > self.largest_layer), None)
         if large is not None:
             raise ArgumentError(

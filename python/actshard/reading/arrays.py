@@ -29,9 +29,11 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, OutOfRangeError, OverflowWarning, warn
 from actshard.base.layers import Layer, plain
+from actshard.streaming.normalizer import read_normalized, required
 from actshard.streaming.selection import index_of, plain_index
 
 if TYPE_CHECKING:
+    from actshard.streaming.normalizer import Normalizer
     from actshard.streaming.readable import Readable
 
 
@@ -59,13 +61,18 @@ class _Lazy(ABC):
 
     ndim: int
 
-    def __init__(self, store: Readable, layer: Layer, dtype: DTypeLike | None = None) -> None:
+    def __init__(
+        self, store: Readable, layer: Layer, dtype: DTypeLike | None = None, normalize: Normalizer | None = None
+    ) -> None:
         self._store = store
         self._layer = store.layers[store.group_of(layer)]
         self._asked = None if dtype is None else _arguments.dtype(dtype)[0]
+        self._normalize = normalize
+        if normalize is not None:
+            required(normalize).check(self._layer, store.d_model)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self._store, self._layer, self._asked)
+        return type(self), (self._store, self._layer, self._asked, self._normalize)
 
     @property
     @abstractmethod
@@ -118,6 +125,14 @@ class _Lazy(ABC):
         """All tokens of these examples, one after another, ``(rows, d_model)``: a view of one example if possible, else a copy."""
         if self._store.contents.layers_differ:  # reading an example that lacks the layer is an error
             examples = examples[self._lengths(examples) > 0]
+        if self._normalize is None:
+            return self._stored(examples, dtype)
+        kind = self._layer, self._store.d_model, self._store.dtype
+        read = lambda stored: self._stored(examples, stored)  # noqa: E731
+        return read_normalized(self._normalize, kind, dtype, None, read)
+
+    def _stored(self, examples: NDArray[np.int64], dtype: DTypeLike | None) -> NDArray[np.generic]:
+        """As :meth:`_whole`, not normalized."""
         if len(examples) == 1 and dtype is None:
             return self._store.sequence(int(examples[0]), self._layer)
         lost: list[int] = []
@@ -139,7 +154,7 @@ class _Lazy(ABC):
         if not np.size(examples) or not np.size(tokens):  # the store warns about empty lists; an empty slice is valid
             self._store.check_open()
             return np.empty((0, self._store.d_model), self.dtype)
-        return self._store.gather(self._layer, examples, tokens, dtype=self._asked)
+        return self._store.gather(self._layer, examples, tokens, dtype=self._asked, normalize=self._normalize)
 
     @abstractmethod
     def _read(self, dtype: np.dtype[np.generic] | None) -> NDArray[np.generic]:
@@ -151,7 +166,7 @@ class _Lazy(ABC):
 
     def _view_of_all(self) -> tuple[NDArray[np.generic], int, int | None] | None:
         """A view that contains all rows, ``(r, d_model)``; the first example's row in it; rows from one example to the next."""
-        if self.dtype != self._store.dtype:
+        if self.dtype != self._store.dtype or self._normalize is not None:
             return None
         view: tuple[NDArray[np.generic], int, int | None] | None = self._store.rows.view_all(
             self._store.group_of(self._layer)
@@ -243,7 +258,9 @@ class LayerArray(_Lazy):
             row: NDArray[np.generic] = self._gather(index_of(key[0], len(self), "example"), key[1])[0]
             return row
         if type(key) is int and -len(self) <= key < len(self):
-            return self._store.sequence(key if key >= 0 else key + len(self), self._layer, dtype=self._asked)
+            return self._store.sequence(
+                key if key >= 0 else key + len(self), self._layer, dtype=self._asked, normalize=self._normalize
+            )
         parts = _parts(key, self.ndim, self._masked)
         examples = index_of(parts[0], len(self), "example")
         tokens = parts[1] if isinstance(parts[1], slice) else self._tokens(parts[1], examples)
@@ -319,8 +336,9 @@ class LayerArray(_Lazy):
         """A slice of one example: a view if possible."""
         store = self._store
         if tokens == slice(None):
-            return store.sequence(example, self._layer, dtype=self._asked)
-        if self._asked is None and (view := store.rows.view(store.group_of(self._layer), example)) is not None:
+            return store.sequence(example, self._layer, dtype=self._asked, normalize=self._normalize)
+        is_stored = self._asked is None and self._normalize is None
+        if is_stored and (view := store.rows.view(store.group_of(self._layer), example)) is not None:
             return view[tokens]
         token_count = int(self._lengths(np.array([example]))[0])
         numbers = np.arange(*tokens.indices(token_count))
@@ -346,7 +364,7 @@ class LayerArray(_Lazy):
 
     def rows(self) -> RowArray:
         """Returns all rows, example after example, as an array over (row, element). Reads nothing until indexed."""
-        return RowArray(self._store, self._layer, self._asked)
+        return RowArray(self._store, self._layer, self._asked, self._normalize)
 
     def ragged(self, examples: ArrayLike | slice | None = None) -> Ragged:
         """Reads whole examples of any lengths in parallel.

@@ -74,10 +74,9 @@ def open(
         layout: a description of the files of a folder (docs/formats/layout.md): the path of a TOML file, its text, or a dict. The
             folder's own ``layout.toml`` needs no argument. ``{"layers": [1, 17, 33]}`` names the layers of formats whose files do
             not record them (specforge, modelopt, angelslim).
-        incomplete: what to do about examples whose files are missing, being written or damaged, in formats with a file per example
-            (speculators and vLLM's request files, specforge, modelopt, angelslim, eagle). ``"error"``: reading them raises an
-            error. ``"skip"``: they have no tokens, so that streams leave them out; a warning counts them. All others keep their
-            numbers.
+        incomplete: what to do about examples whose files are missing, being written or damaged. ``"error"``: opening the dataset or
+            reading them raises an error. ``"skip"``: they have no tokens, so that streams leave them out; a warning counts them.
+            All others keep their numbers. docs/reading.md has the formats that support it.
 
     Returns:
         An open :class:`~actshard.Store`. ``store.warnings`` lists problems of the dataset; each is also issued as an
@@ -256,7 +255,7 @@ def _opened(
     _arguments.one_of(name, formats.names(), "format")
     mode = io if io != "auto" else network_io(root)
     chosen = formats.get(name)
-    _check_supported(chosen, layout, incomplete, root)
+    check_supported(chosen, layout, incomplete, root)
     layout = None if layout is None else chosen.read_layout(layout)
     options = Options(
         mode,
@@ -294,13 +293,16 @@ def _opened(
     return store
 
 
-def _check_supported(chosen: Format, layout: object, incomplete: str, root: Location) -> None:
+def check_supported(chosen: Format, layout: object, incomplete: str, root: Location) -> None:
     """Raises ArgumentError for an argument that a format does not support."""
     if layout is not None and not chosen.takes(layout):
         raise ArgumentError(f"layout: {chosen.name} datasets describe themselves; leave it out")
     if incomplete == "skip" and not chosen.skips_incomplete:
         supported = ", ".join(name for name in formats.names() if formats.get(name).skips_incomplete)
-        raise ArgumentError(f'incomplete: "skip" is supported for {supported}, not for {chosen.name}', path=root)
+        reason = f"{chosen.needs_whole}. Copy the missing files, or write the dataset again"
+        raise ArgumentError(
+            f'incomplete: "skip" is supported for {supported}, not for {chosen.name}: {reason}', path=root
+        )
 
 
 def _remarks(dtype: np.dtype[np.generic], refused: Sequence[str]) -> list[Remark]:

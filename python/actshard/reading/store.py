@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -34,12 +33,12 @@ from actshard.looking.sampled.verbs import SampledVerbs
 from actshard.looking.stats import Stats
 from actshard.reading.absent import Closed, Without
 from actshard.reading.arrays import LayerArray
-from actshard.reading.describing import columns_of, identity_of, info_of, sample_of
+from actshard.reading.describing import columns_of, identity_of, info_of, sample_of, table_of
 from actshard.reading.extending import ColumnVerbs
 from actshard.streaming.content import content_range, tokens_anywhere
-from actshard.streaming.norms import Limit
+from actshard.streaming.normalizer import Normalizer, read_normalized, required
 from actshard.streaming.rows import NativeSelection, SelectedRows
-from actshard.streaming.selection import COMPARED, Mask, Selection, Tokens, column, memory_for_flags
+from actshard.streaming.selection import COMPARED, column, memory_for_flags
 from actshard.streaming.verbs import StreamVerbs
 
 if TYPE_CHECKING:
@@ -272,6 +271,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         *,
         out: object = None,
         dtype: DTypeLike | None = None,
+        normalize: Normalizer | None = None,
     ) -> NDArray[Any]:
         """Reads arbitrary rows of one layer.
 
@@ -284,6 +284,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
                 and returned. Freed large outputs are reused in any case; ``out`` guarantees the reuse.
             dtype: dtype of the result: float16, bfloat16, float32 or float64. None keeps the stored dtype. Finite values that are
                 too large become infinite, with an :class:`~actshard.OverflowWarning`.
+            normalize: :meth:`normalizer` of this layer, as in :meth:`stream`. None returns rows as they are stored.
 
         Returns:
             ``(n, d_model)`` for n indices (n is 1 for two integers), a copy. Multi-dimensional indices return their broadcast
@@ -298,6 +299,9 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         group = self._group(layer)
         if type(examples) is not int:
             examples = self._numbers(examples)
+        if normalize is not None:
+            read = lambda kind: self.gather(layer, examples, tokens, dtype=kind)  # noqa: E731
+            return read_normalized(normalize, self._row_kind(layer), dtype, out, read)
         if dtype is None and not self._contents.converts:
             rows = self._rows.gather(group, examples, tokens, out, None)
             return rows
@@ -399,7 +403,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
 
         return places(self._contents, np.arange(self.num_examples) if examples is None else self._numbers(examples))
 
-    def layer(self, layer: Layer, *, dtype: DTypeLike | None = None) -> LayerArray:
+    def layer(self, layer: Layer, *, dtype: DTypeLike | None = None, normalize: Normalizer | None = None) -> LayerArray:
         """Returns one layer as an array over (example, token, element), which reads nothing until it is indexed.
 
         ``acts = store.layer(5)`` supports ``acts[17]``, ``acts[17, -1]``, ``acts[mask, 0]``, ``np.asarray(acts)``.
@@ -408,11 +412,12 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         Args:
             layer: a name from :attr:`layers`.
             dtype: dtype of the array, as in :meth:`gather`.
+            normalize: as in :meth:`gather`. Normalized arrays are copies.
 
         Raises:
             LayerError, DtypeError: the dataset has no such layer; the dtype is not supported.
         """
-        return LayerArray(self, layer, dtype)
+        return LayerArray(self, layer, dtype, normalize)
 
     def last_tokens(
         self,
@@ -421,6 +426,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         *,
         out: object = None,
         dtype: DTypeLike | None = None,
+        normalize: Normalizer | None = None,
     ) -> NDArray[Any]:
         """Reads the last token's row of each example (lmprobe: the row at ``shard_index``/``row_offset``).
 
@@ -429,6 +435,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             examples: integers or a mask, as in :meth:`gather`; None means all, in order.
             out: as in :meth:`gather`.
             dtype: as in :meth:`gather`.
+            normalize: as in :meth:`gather`.
 
         Returns:
             ``(n, d_model)``, a copy.
@@ -436,6 +443,9 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         Raises:
             As :meth:`gather`.
         """
+        if normalize is not None:
+            read = lambda kind: self.last_tokens(layer, examples, dtype=kind)  # noqa: E731
+            return read_normalized(normalize, self._row_kind(layer), dtype, out, read)
         group = self._group(layer)
         examples = self._numbers(examples)
         tokens = None
@@ -454,7 +464,15 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             self._overflowed(lost, layer, dtype)
         return rows
 
-    def sequence(self, example: int, layer: Layer, *, out: Any = None, dtype: DTypeLike | None = None) -> NDArray[Any]:
+    def sequence(
+        self,
+        example: int,
+        layer: Layer,
+        *,
+        out: Any = None,
+        dtype: DTypeLike | None = None,
+        normalize: Normalizer | None = None,
+    ) -> NDArray[Any]:
         """Reads all stored tokens of one example.
 
         Args:
@@ -462,10 +480,12 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             layer: a name from :attr:`layers`.
             out: as in :meth:`gather`.
             dtype: as in :meth:`gather`.
+            normalize: as in :meth:`gather`.
 
         Returns:
-            ``(T, d_model)``. A read-only view if the rows are contiguous in one memory-mapped file and neither ``out`` nor another
-            ``dtype`` is given: pages are read on first access, and the view keeps the file mapped after the store is closed.
+            ``(T, d_model)``. A read-only view if the rows are contiguous in one memory-mapped file and none of ``out``,
+            ``normalize`` and another ``dtype`` is given: pages are read on first access, and the view keeps the file mapped
+            after the store is closed.
             Otherwise a copy.
 
             If the file is truncated while a view exists, accessing the lost part kills the process (SIGBUS), as for any
@@ -475,6 +495,9 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         Raises:
             As :meth:`gather`.
         """
+        if normalize is not None:
+            read = lambda kind: self.sequence(example, layer, dtype=kind)  # noqa: E731
+            return read_normalized(normalize, self._row_kind(layer), dtype, out, read)
         group = self._group(layer)
         number = self._example(example)
         as_stored = dtype is None or _arguments.dtype(dtype)[0] == self.dtype
@@ -491,7 +514,12 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         return copy
 
     def sequences(
-        self, examples: ArrayLike, layer: Layer | Sequence[Layer], *, dtype: DTypeLike | None = None
+        self,
+        examples: ArrayLike,
+        layer: Layer | Sequence[Layer],
+        *,
+        dtype: DTypeLike | None = None,
+        normalize: Normalizer | None = None,
     ) -> list[NDArray[Any]]:
         """Reads all stored tokens of several examples in parallel.
 
@@ -500,6 +528,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             layer: a name from :attr:`layers`, or one name per example: ``sequences([4, 4, 9], [0, 7, 7])`` reads two layers of
                 example 4 and one of example 9.
             dtype: as in :meth:`gather`.
+            normalize: as in :meth:`gather`, for one layer.
 
         Returns:
             A list of ``(T_i, d_model)`` arrays, copies. Adjacent arrays share memory blocks of about 32 MiB; to keep one array
@@ -512,10 +541,16 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         group = self._groups_of(layer, numbers.size)
         if len(shape) != 1:
             raise ArgumentError(f"examples: expected one dimension, found {len(shape)}")
+        if normalize is not None and isinstance(group, np.ndarray):
+            raise ArgumentError("normalize: expected one layer, found one per example")
         if numbers.size == 0:
             return []
         if numbers.min() < 0 or numbers.max() >= self.num_examples:
             raise self._out_of_range(numbers)
+        if normalize is not None:
+            rows = self.sequences(examples, layer, dtype=np.float64 if required(normalize).is_wide else None)
+            kind = self._row_kind(self.layers[int(group)])
+            return [read_normalized(normalize, kind, dtype, None, lambda _, r=r: r) for r in rows]  # type: ignore[misc]
         itemsize = self.dtype.itemsize if dtype is None else _arguments.dtype(dtype)[0].itemsize
         ends = np.cumsum(self._rows.tokens_of(group, numbers))
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
@@ -531,6 +566,10 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         if lost:
             self._overflowed([sum(lost)], layer, dtype)
         return sequences
+
+    def _row_kind(self, layer: Layer) -> tuple[Layer, int, np.dtype[Any]]:
+        """A layer's name, and the width and dtype of its rows."""
+        return self.layers[self._group(layer)], self.d_model, self.dtype
 
     def _out_of_range(self, examples: NDArray[np.int64]) -> OutOfRangeError:
         bad = examples[(examples < 0) | (examples >= self.num_examples)][0]
@@ -550,71 +589,6 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
     def native_stream(self, selection: NativeSelection, options: dict[str, Any]) -> _native.Stream:
         """Returns the binding's stream, for :class:`~actshard.Stream`. Internal."""
         return _native.Stream(self._open_rows(), selection, **options)
-
-    def stats(
-        self,
-        layer: Layer,
-        *,
-        tokens: Tokens = "content",
-        ignore_labels: Sequence[int] = (),
-        keep: Mask = None,
-        max_norm: Limit = None,
-        min_token: int = 0,
-        rows: int | None = None,
-        seed: int = 0,
-        save: bool | str | os.PathLike[str] = False,
-        progress: Callable[[int, int], object] | None = None,
-    ) -> Stats:
-        """Computes statistics of columns and of row norms in one parallel pass; see :class:`actshard.Stats`.
-
-        Sums are float64 over blocks of a fixed size, so results are bitwise equal for any number of threads.
-
-        ``save`` writes them as JSON and safetensors. They are reused while the dataset's files have the same names, sizes and
-        modification times. Of more than 4,096 files, evenly spaced ones are checked. ``stream(center="mean")`` reuses them too.
-
-        Args:
-            layer: a name from :attr:`layers`.
-            tokens: as in :meth:`stream`.
-            ignore_labels: as in :meth:`stream`.
-            keep: as in :meth:`stream`.
-            max_norm: as in :meth:`stream`.
-            min_token: as in :meth:`stream`.
-            rows: number of rows to sample, one at a random place of each of ``rows`` equal ranges, as in :meth:`spectrum`; all, if
-                there are fewer. None: all rows. Takes up to 9 bytes of memory for each row of the layer.
-            seed: another seed gives another sample.
-            save: True writes to the folder ``NAME.stats`` next to the dataset, or to the user's cache folder for a URL and if
-                that folder is not writable. Or a folder. Statistics of other rows have other files.
-            progress: called with (rows done, total rows) from time to time.
-
-        Raises:
-            As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
-        """
-        _arguments.check_progress(progress)
-        selection, seed = Selection(tokens, ignore_labels, keep, max_norm, min_token), _arguments.whole(seed, "seed")
-        name = self.layers[self._group(layer)]
-        chosen: Selection | SelectedRows = selection  # resolved only if no file has its statistics
-        if rows is not None:
-            from actshard.looking.sampled.rows import count_of, spread
-
-            with memory_for_flags(self):
-                every = selection.resolve(self, [name])
-                chosen = every.take(spread(every.count, count_of(rows, "rows"), seed))
-        elif selection.arguments is None:
-            chosen = selection.resolve(self, [name])
-        if save is False:
-            return self.stats_of(name, chosen, progress)
-        from actshard.looking.saved import kept_or_made
-
-        return kept_or_made(self, name, chosen, save, lambda: self.stats_of(name, chosen, progress))
-
-    def stats_of(
-        self, layer: Layer, rows: Selection | SelectedRows, progress: Callable[[int, int], object] | None = None
-    ) -> Stats:
-        """Computes statistics of a layer's rows. Internal."""
-        rows = rows.resolve(self, [layer]) if isinstance(rows, Selection) else rows
-        group, total, native = self._group(layer), rows.count, rows.native
-        report = None if progress is None else lambda count: progress(count, total)
-        return Stats.of(self._open_rows().stats(group, native, report), self.layers[group])
 
     def known_stats(self, layer: Layer, rows: SelectedRows) -> Stats:
         """Returns saved statistics of a layer's rows if they are still valid; otherwise computes them without saving. Internal."""
@@ -645,12 +619,13 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
     def table(self) -> pa.Table:
         """The columns of all examples: a pyarrow table of ``num_examples`` rows with the format's column names.
 
+        Whole texts are the column ``text`` in every format; Zarr's ``prompt`` and pickle's ``text_preview`` remain.
         Read on first use and cached. lmprobe's per-token address lists are left out, because they can take gigabytes;
         :meth:`read_columns` returns them. lmprobe has texts, labels and ids; saev has only the example number, ``example_idx``.
         """
         self._check_not_closed()
         if self._table is None:
-            self._table = self.read_columns(self._contents.column_names)
+            self._table = table_of(self._contents)
         return self._table
 
     def read_columns(self, names: str | Sequence[str], examples: ArrayLike | None = None) -> pa.Table:

@@ -31,6 +31,7 @@ from actshard.reading.store import Store
 from actshard.streaming import Batch, RowLoop, Stream
 from actshard.streaming.comparing import compare as compared_of
 from actshard.streaming.content import tokens_anywhere
+from actshard.streaming.normalizer import Normalizer
 from actshard.streaming.selection import Selection
 
 if TYPE_CHECKING:
@@ -228,7 +229,9 @@ def _unnamed(pair: PairedStores, groups: Sequence[int], normalize: Normalize) ->
                 f"normalize: expected statistics of layer {pair.layers[position]!r} of {pair.names[store]}, found those of layer "
                 f"{stats.layer!r}"
             )
-    return [replace(stats, layer=None) if isinstance(stats, Stats) else stats for stats in normalize]
+        if isinstance(stats, Normalizer):
+            stats.check(pair.layers[position], stats.d_model)
+    return [replace(stats, layer=None) if isinstance(stats, Stats | Normalizer) else stats for stats in normalize]
 
 
 class PairedStream(Stream):

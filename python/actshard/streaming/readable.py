@@ -5,7 +5,7 @@ The store imports streams and selections, so they cannot import the store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from actshard.base.layers import Layer
     from actshard.formats.contents import Contents
     from actshard.looking.stats import Stats
+    from actshard.streaming.normalizer import Normalizer
     from actshard.streaming.rows import NativeSelection, SelectedRows
 
 
@@ -54,12 +55,25 @@ class Readable(Protocol):
     def tokens_in(self, layer: Layer) -> NDArray[np.int64]: ...
     def group_of(self, layer: Layer) -> int: ...
     def gather(
-        self, layer: Layer, examples: ArrayLike, tokens: ArrayLike, *, dtype: DTypeLike | None = None
+        self,
+        layer: Layer,
+        examples: ArrayLike,
+        tokens: ArrayLike,
+        *,
+        dtype: DTypeLike | None = None,
+        normalize: Normalizer | None = None,
     ) -> NDArray[np.generic]: ...
-    def sequence(self, example: int, layer: Layer, *, dtype: DTypeLike | None = None) -> NDArray[np.generic]: ...
+    def sequence(
+        self, example: int, layer: Layer, *, dtype: DTypeLike | None = None, normalize: Normalizer | None = None
+    ) -> NDArray[np.generic]: ...
     def sample_of(self, layers: Sequence[Layer]) -> str: ...
     def read_columns(self, names: Sequence[str], examples: ArrayLike | None = None) -> pa.Table: ...
-    def stats_of(self, layer: Layer, rows: SelectedRows) -> Stats: ...
+    def stats_of(
+        self,
+        layer: Layer,
+        rows: SelectedRows,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Stats: ...
     def known_stats(self, layer: Layer, rows: SelectedRows) -> Stats: ...
     def check_open(self) -> None: ...
     def native_stream(self, selection: NativeSelection, options: dict[str, object]) -> _native.Stream: ...
@@ -92,6 +106,6 @@ def native_options(
     plain = {
         "groups": list(groups), "stacked": False, "interleaved": False, "batch_size": 1, "shuffle": None, "seed": 0,
         "drop_last": False, "rank": 0, "world_size": 1, "memory": 1 << 30, "dtype": name, "descr": dtype,
-        "given": converts, "center": None, "scale": None, "divide": None, "norm": None,
+        "given": converts, "center": None, "scale": None, "divide": None, "norm": None, "wide": False,
     }  # fmt: skip
     return plain | options

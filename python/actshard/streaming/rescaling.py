@@ -17,6 +17,7 @@ from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.base.layers import Layer, is_one, one
 from actshard.looking.stats import Stats, is_deviation
+from actshard.streaming.normalizer import Normalizer, of_stats
 from actshard.streaming.readable import Readable
 from actshard.streaming.rows import SelectedRows
 from actshard.streaming.selection import Selection
@@ -24,7 +25,7 @@ from actshard.streaming.selection import Selection
 Center = ArrayLike | Literal["mean"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d", "mean-sqrt-d"] | None
 Divide = ArrayLike | Literal["std"] | None
-Normalize = Stats | Sequence[Stats] | Literal["stats"] | None
+Normalize = Stats | Normalizer | Sequence[Stats | Normalizer] | Literal["stats"] | None
 
 
 def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) -> list[Layer]:
@@ -96,8 +97,8 @@ def rescaling(
     divide: Divide,
     normalize: Normalize,
     rows: SelectedRows | None,
-) -> dict[str, object]:
-    """The options ``center``, ``scale``, ``divide`` and ``norm`` of ``_native.Stream``.
+) -> dict[str, Any]:
+    """The options ``center``, ``scale``, ``divide``, ``norm`` and ``wide`` of ``_native.Stream``.
 
     ``rows``: the rows of the stream, of which an argument may name statistics, such as ``"mean"``; None: no argument does.
 
@@ -111,16 +112,8 @@ def rescaling(
     center, scale, divide, normalize = _resolve_names(store, layers, center, scale, divide, normalize, rows)
     if normalize is not None:
         _refuse_beside_normalize(center, scale, divide)
-        layer_stats = _stats_of(normalize, layers)
-        _check_range(store, layer_stats)
-        for stats in layer_stats:
-            if len(stats.mean) != d_model:
-                raise ArgumentError(
-                    f"normalize: expected statistics of rows of {d_model}, found those of {len(stats.mean)}"
-                )
-        center = np.stack([np.nan_to_num(stats.mean, nan=0.0) for stats in layer_stats])
-        scale = np.stack([stats.inverse_std for stats in layer_stats])
-    elif divide is not None:
+        return _merge(_normalizers(store, normalize, layers))
+    if divide is not None:
         if scale is not None:
             raise ArgumentError("divide: not supported with scale=, which multiplies; pass one of them")
         divisors = vectors(divide, "divide", d_model, n)
@@ -130,7 +123,13 @@ def rescaling(
                 "divide: expected finite numbers other than 0, found "
                 f"{divisors[~(np.isfinite(divisors) & (divisors != 0))][0]}. normalize=stats keeps columns without variance"
             )
-        return {"center": vectors(center, "center", d_model, n), "scale": None, "norm": None, "divide": divisors}
+        return {
+            "center": vectors(center, "center", d_model, n),
+            "scale": None,
+            "norm": None,
+            "divide": divisors,
+            "wide": False,
+        }
     norm = _norm_of(store, scale)
     if is_deviation(scale):
         raise ArgumentError(
@@ -142,6 +141,7 @@ def rescaling(
         "scale": vectors(None if norm is not None else scale, "scale", d_model, n),
         "norm": norm,
         "divide": None,
+        "wide": False,
     }
 
 
@@ -222,20 +222,86 @@ def settings_of(options: dict[str, Any]) -> dict[str, object]:
             settings[name] = hashlib.sha256(options[name].tobytes()).hexdigest()[:16]
     if options["norm"] is not None:
         settings["scale"] = options["norm"]
+    if options["wide"]:
+        settings["arithmetic"] = "float64"
     return settings
 
 
-def _stats_of(normalize: object, layers: Sequence[Layer]) -> list[Stats]:
-    """The statistics of each layer."""
-    layer_stats = [normalize] if isinstance(normalize, Stats) else normalize
+def normalizer(
+    store: Readable,
+    layer: Layer,
+    selection: Selection,
+    values: tuple[Center, Scale, Divide],
+) -> Normalizer:
+    """The rescaling of a layer's rows by these values, of which names are of the selected rows' statistics."""
+    name = store.layers[store.group_of(layer)]
+    normalize: Normalize = "stats" if all(value is None for value in values) else None
+    rows = None
+    _check(store, [name], *values, normalize)
+    if normalize is not None or any(isinstance(v, str) and v not in ("unit-norm", "sqrt-d") for v in values):
+        rows = selection.resolve(store, [name])
+        selection.warn_of_nothing(store, [name], rows)
+    numbers = rescaling(store, [name], *values, normalize, rows)
+    for what in ("center", "scale", "divide"):
+        if (column := numbers[what]) is not None and not np.isfinite(_arguments.shared(column)).all():
+            raise ArgumentError(f"{what}: expected finite numbers, found {column[~np.isfinite(column)][0]}")
+    stored = {store.dtype}
+    if store.contents.types_may_differ:
+        stored |= set(store.rows.stored_types(store.group_of(name), None))
+    return Normalizer(
+        name,
+        store.d_model,
+        store.dtype if len(stored) == 1 else np.dtype(np.float64),
+        numbers["center"],
+        numbers["scale"],
+        numbers["divide"],
+        numbers["norm"],
+        dataset=store.identity,
+        rows=None if rows is None else rows.count,
+        selection=None if rows is None else rows.digest,
+    )
+
+
+def _merge(normalizers: Sequence[Normalizer]) -> dict[str, Any]:
+    """The options of a stream of several layers, a normalizer each."""
+    names = [name for name in ("scale", "divide", "norm") if any(getattr(n, name) is not None for n in normalizers)]
+    if len(names) > 1 or len({n.norm for n in normalizers}) > 1:
+        raise ArgumentError(
+            "normalize: expected normalizers of one kind for the layers of a stream, found "
+            f"{'; '.join(str(n) for n in normalizers):.300}"
+        )
+    options: dict[str, Any] = {"norm": normalizers[0].norm, "wide": any(n.is_wide for n in normalizers)}
+    for name, neutral in (("center", 0.0), ("scale", 1.0), ("divide", 1.0)):
+        columns = [getattr(n, name) for n in normalizers]
+        stacked = [np.full(n.d_model, neutral) if c is None else c for n, c in zip(normalizers, columns, strict=True)]
+        options[name] = None if all(c is None for c in columns) else np.concatenate(stacked)
+    return options
+
+
+def _normalizers(store: Readable, normalize: object, layers: Sequence[Layer]) -> list[Normalizer]:
+    """The normalizer of each layer: a stream's own, or one of its statistics."""
+    values = [normalize] if isinstance(normalize, Stats | Normalizer) else normalize
     if (
-        not isinstance(layer_stats, Sequence)
-        or isinstance(layer_stats, str)
-        or not all(isinstance(stats, Stats) for stats in layer_stats)
+        not isinstance(values, Sequence)
+        or isinstance(values, str)
+        or not all(isinstance(value, Stats | Normalizer) for value in values)
     ):
         raise ArgumentTypeError(
-            f"normalize: expected store.stats(layer), or a list of one per layer, found {type(normalize).__name__}"
+            "normalize: expected store.normalizer(layer), store.stats(layer), or a list of one per layer, found "
+            f"{type(normalize).__name__}"
         )
+    layer_stats = [value for value in values if isinstance(value, Stats)]
+    if len(layer_stats) == len(values):
+        _check_stats(store, layer_stats, layers)
+    elif len(values) != len(layers):
+        raise ArgumentError(f"normalize: expected {len(layers)} normalizers, one per layer, found {len(values)}")
+    normalizers = [of_stats(value) if isinstance(value, Stats) else value for value in values]
+    for norm, layer in zip(normalizers, layers, strict=True):
+        norm.check(layer, store.d_model)
+    return normalizers
+
+
+def _check_stats(store: Readable, layer_stats: Sequence[Stats], layers: Sequence[Layer]) -> None:
     if len(layer_stats) != len(layers):
         raise ArgumentError(
             f"normalize: expected statistics of {len(layers)} layers, in their order, found {len(layer_stats)}"
@@ -246,7 +312,11 @@ def _stats_of(normalize: object, layers: Sequence[Layer]) -> list[Stats]:
                 f"normalize: expected statistics of layer {layer!r}, found those of layer {stats.layer!r}. To use them, pass "
                 "center=stats.mean, divide=stats.std"
             )
-    return list(layer_stats)
+        if len(stats.mean) != store.d_model:
+            raise ArgumentError(
+                f"normalize: expected statistics of rows of {store.d_model}, found those of {len(stats.mean)}"
+            )
+    _check_range(store, layer_stats)
 
 
 def _norm_of(store: Readable, scale: Scale) -> float | None:

@@ -9,9 +9,10 @@ from numpy.typing import DTypeLike
 
 from actshard.base.layers import Layer
 from actshard.streaming import Stream
+from actshard.streaming.normalizer import Normalizer
 from actshard.streaming.norms import Limit
 from actshard.streaming.readable import Readable
-from actshard.streaming.rescaling import Center, Divide, Normalize, Scale
+from actshard.streaming.rescaling import Center, Divide, Normalize, Scale, normalizer
 from actshard.streaming.row_epochs import Shuffle
 from actshard.streaming.selection import Mask, Selection, Tokens
 from actshard.streaming.sequences import SequenceStream, TooLong
@@ -95,9 +96,9 @@ class StreamVerbs:
             divide: like ``scale``, but each row is divided by it; ``"std"``: by each column's standard deviation, or by 1 if that
                 is 0. All of this is computed in float32, or in float64 if the stored rows or the batches are float64, or if a
                 number exceeds float32's range.
-            normalize: ``store.stats(layer)``, a list with one of them per layer, or ``"stats"`` for those of the stream's rows:
-                subtracts the mean and divides by the standard deviation, so that columns have mean 0 and variance 1. Columns
-                without variance are only centred.
+            normalize: ``store.normalizer(layer)``, which direct reads accept too. Or ``store.stats(layer)``, or ``"stats"`` for
+                those of the stream's rows: subtracts the mean and divides by the standard deviation, so that columns have mean 0
+                and variance 1. Columns without variance are only centred. A list has one of them per layer.
             memory: size of a window in bytes, or as ``"512MiB"``. The order of ``shuffle="window"`` depends on it.
             reuse: write batches into three arrays in turn: a batch is valid until the next one is requested.
             buffers: like ``reuse``, with your own buffers: at least two arrays or (pinned) tensors of a full batch's shape.
@@ -228,3 +229,39 @@ class StreamVerbs:
             normalize=normalize,
             memory=memory,
         )
+
+    def normalizer(
+        self: Readable,
+        layer: Layer,
+        *,
+        center: Center = None,
+        scale: Scale = None,
+        divide: Divide = None,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
+    ) -> Normalizer:
+        """Returns one rescaling for streams, direct reads and rows in memory.
+
+        ``norm = store.normalizer(5)`` subtracts the mean and divides by the standard deviation, as ``normalize="stats"`` does.
+        ``store.stream(5, 4096, normalize=norm)``, ``test.last_tokens(5, normalize=norm)`` and ``norm(rows)`` apply it.
+
+        Args:
+            layer: a name from :attr:`Store.layers`.
+            center: as in :meth:`stream`. Named statistics here and below are of the rows that the other arguments select.
+            scale: as in :meth:`stream`.
+            divide: as in :meth:`stream`.
+            tokens: as in :meth:`stream`.
+            ignore_labels: as in :meth:`stream`.
+            keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
+
+        Raises:
+            ArgumentError: an argument is invalid; a number is not finite.
+            As :meth:`Store.stats`.
+        """
+        selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
+        return normalizer(self, layer, selection, (center, scale, divide))

@@ -327,6 +327,7 @@ fn _native(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(decode_planes, m)?)?;
     m.add_function(wrap_pyfunction!(zarr_problem, m)?)?;
     m.add_function(wrap_pyfunction!(stream::count_selected, m)?)?;
+    m.add_function(wrap_pyfunction!(stream::rescale_rows, m)?)?;
     m.add_function(wrap_pyfunction!(summing::joined_sums, m)?)?;
     m.add_function(wrap_pyfunction!(summing::total_sums, m)?)?;
     m.add_function(wrap_pyfunction!(pickle::load_pickle, m)?)?;

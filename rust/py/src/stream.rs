@@ -6,6 +6,7 @@ use actshard_core::dtype::DType;
 use actshard_core::memory::output::Output;
 use actshard_core::rows::Units;
 use actshard_core::stream::ahead::{Ahead, Batch, Stream as Core, Supply, Wanted};
+use actshard_core::stream::items::convert_block;
 use actshard_core::stream::plan::{Plan, Settings, Shuffle, UNIT_BYTES};
 use actshard_core::stream::rescale::{Convert, Scale};
 use actshard_core::stream::select::Selection;
@@ -18,7 +19,7 @@ use pyo3::prelude::*;
 use pyo3::types::PySlice;
 
 use crate::arguments::dtype_of;
-use crate::buffer::{self, Lent};
+use crate::buffer::{self, Claim, Lent};
 use crate::handle::Rows;
 use crate::{detach, errors};
 
@@ -74,6 +75,72 @@ pub fn count_selected(py: Python<'_>, examples: u64, tokens: Tokens<'_>) -> PyRe
     detach::guarded(py, || Ok(selection(py, examples, tokens)?.len()))
 }
 
+/// The centre and the scale that keywords of Python name.
+fn rescaling(
+    center: Option<PyReadonlyArray1<'_, f64>>,
+    scale: Option<PyReadonlyArray1<'_, f64>>,
+    norm: Option<f64>,
+    divide: Option<PyReadonlyArray1<'_, f64>>,
+) -> PyResult<(Vec<f64>, Scale)> {
+    let center = center.map(|c| c.as_slice().map(<[f64]>::to_vec)).transpose()?.unwrap_or_default();
+    let scale = match (scale, divide, norm) {
+        (Some(by), ..) => Scale::By(by.as_slice()?.to_vec()),
+        (None, Some(by), _) => Scale::Divide(by.as_slice()?.to_vec()),
+        (None, None, Some(norm)) => Scale::ToNorm(norm),
+        (None, None, None) => Scale::None,
+    };
+    Ok((center, scale))
+}
+
+/// Rows of one layer, of `width` elements of type `stored`, centred and scaled into `out` as a stream of `dtype` does.
+/// Returns the number of finite values that became infinite.
+#[pyfunction]
+#[pyo3(signature = (rows, stored, out, dtype, width, *, center, scale, norm, divide, wide))]
+#[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
+pub fn rescale_rows(
+    py: Python<'_>,
+    rows: PyReadonlyArray1<'_, u8>,
+    stored: &str,
+    out: &Bound<'_, PyUntypedArray>,
+    dtype: &str,
+    width: usize,
+    center: Option<PyReadonlyArray1<'_, f64>>,
+    scale: Option<PyReadonlyArray1<'_, f64>>,
+    norm: Option<f64>,
+    divide: Option<PyReadonlyArray1<'_, f64>>,
+    wide: bool,
+) -> PyResult<u64> {
+    detach::guarded(py, || {
+        let refuse = |detail: String| errors::raise(py, &Error::new(Kind::Argument, detail));
+        let (center, scale) = rescaling(center, scale, norm, divide)?;
+        let (from, to) = (dtype_of(py, stored)?, dtype_of(py, dtype)?);
+        let convert = if wide {
+            Convert::in_double((from, to), (width, 1), center, scale)
+        } else {
+            Convert::new(from, to, width, 1, center, scale)
+        };
+        let convert = convert.map_err(|e| errors::raise(py, &e))?;
+        let mut claim = Claim::new(out, "out")?;
+        let rows = rows.as_slice()?;
+        if claim.overlaps(rows) {
+            return Err(refuse("out: expected other memory than that of the rows".into()));
+        }
+        let out = claim.as_mut();
+        if convert.from() == 0
+            || rows.len() % convert.from() != 0
+            || rows.len() / convert.from() * convert.to() != out.len()
+        {
+            return Err(refuse(format!(
+                "rows: expected rows of {width}, found {} bytes for {}",
+                rows.len(),
+                out.len()
+            )));
+        }
+        detach::detached(py, |watch| convert_block(&convert, rows, out, watch))?;
+        Ok(convert.take_overflows())
+    })
+}
+
 /// A stream of rows: source, order and conversion. Cheap to start and restart.
 #[pyclass(frozen, module = "actshard._native")]
 pub struct Stream {
@@ -86,7 +153,7 @@ pub struct Stream {
 #[pymethods]
 impl Stream {
     #[new]
-    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, divide=None, given=false, unit_bytes=None))]
+    #[pyo3(signature = (rows, tokens, *, groups, stacked, interleaved, batch_size, shuffle, seed, drop_last, rank, world_size, memory, dtype, descr, center, scale, norm, divide=None, wide=false, given=false, unit_bytes=None))]
     #[expect(clippy::too_many_arguments, reason = "a keyword each in Python")]
     fn new(
         py: Python<'_>,
@@ -108,6 +175,7 @@ impl Stream {
         scale: Option<PyReadonlyArray1<'_, f64>>,
         norm: Option<f64>,
         divide: Option<PyReadonlyArray1<'_, f64>>,
+        wide: bool,
         given: bool,
         unit_bytes: Option<u64>,
     ) -> PyResult<Stream> {
@@ -117,13 +185,7 @@ impl Stream {
             let selection = selection(py, rows.examples(), tokens)?;
             let per_item = if interleaved { 1 } else { groups.len() };
             let shuffle = shuffle_of(shuffle).map_err(raise)?;
-            let center = center.map(|c| c.as_slice().map(<[f64]>::to_vec)).transpose()?.unwrap_or_default();
-            let scale = match (scale, divide, norm) {
-                (Some(by), ..) => Scale::By(by.as_slice()?.to_vec()),
-                (None, Some(by), _) => Scale::Divide(by.as_slice()?.to_vec()),
-                (None, None, Some(norm)) => Scale::ToNorm(norm),
-                (None, None, None) => Scale::None,
-            };
+            let (center, scale) = rescaling(center, scale, norm, divide)?;
             let to = dtype_of(py, dtype)?;
             if to.size() != Some(descr.itemsize()) {
                 return Err(raise(Error::new(Kind::Internal, "a stream of another numpy type")));
@@ -135,7 +197,12 @@ impl Stream {
                 rows = read.map_or(rows, Arc::new);
             }
             let row = rows.row();
-            let convert = Convert::new(row.dtype, to, row.width, groups.len(), center, scale).map_err(raise)?;
+            let convert = if wide {
+                Convert::in_double((row.dtype, to), (row.width, groups.len()), center, scale)
+            } else {
+                Convert::new(row.dtype, to, row.width, groups.len(), center, scale)
+            };
+            let convert = convert.map_err(raise)?;
             let window = items_in(memory, (row.bytes * per_item) as u64);
             if window == 0 && shuffle == Shuffle::Window {
                 let least = ITEM_BYTES.saturating_add((row.bytes * per_item) as u64);

@@ -19,6 +19,7 @@ class HfArrowFormat(Format):
     manifest: ClassVar[tuple[str, ...]] = ("dataset_info.json", "state.json")
     order: ClassVar[int] = 45
     writes: ClassVar[bool] = True
+    skips_incomplete: ClassVar[bool] = True
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     names_layers: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {

@@ -30,6 +30,7 @@ from actshard.base.errors import (
     FormatError,
     MissingFileError,
     NotStoredError,
+    TruncatedFileError,
     UnfinishedError,
 )
 from actshard.base.faults import RAISE, Faults
@@ -110,7 +111,9 @@ def data_files(path: Location, state: Fields) -> list[Location]:
 class Directory:
     """A directory's metadata and the headers of its files."""
 
-    def __init__(self, path: Location, faults: Faults = RAISE, layout: Any = None) -> None:
+    def __init__(
+        self, path: Location, faults: Faults = RAISE, layout: Any = None, *, skips_incomplete: bool = False
+    ) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         if not (path / "state.json").exists():
@@ -139,7 +142,9 @@ class Directory:
                     f"{UNFINISHED} is left over from a run: examples that are not listed in state.json are not read",
                 )
             )
-        self.files = faults.batch(data_files(path, self.state), _open_all)
+        self.files_left_out: list[Location] = []
+        paths = data_files(path, self.state)
+        self.files = self._open_first(paths) if skips_incomplete else faults.batch(paths, _open_all)
         self._check_alike()
         self.features = self._features()
         self.names: dict[str, Layer] = {}
@@ -147,6 +152,22 @@ class Directory:
         self.layers: list[Vectors] = []
         self.pieces: list[list[Piece]] = []
         self._choose(layout)
+
+    def _open_first(self, paths: Sequence[Location]) -> list[StreamFile]:
+        """Opens the files before the first that is not whole: numbers of examples after it are not known."""
+        files: list[StreamFile] = []
+        for path in paths:
+            try:
+                files.append(_open_file(path))
+            except (MissingFileError, TruncatedFileError, FormatError) as error:
+                if not files:
+                    raise
+                self.files_left_out = list(paths[len(files) :])
+                count = len(paths) - len(files)
+                text = f"{count} of {len(paths)} files are left out, from {path.name} on: {error.detail}"
+                self.warnings.append(Remark("examples-left-out", text))
+                break
+        return files
 
     def _info(self) -> dict[str, Any]:
         path = self.path / "dataset_info.json"
@@ -411,6 +432,7 @@ class Directory:
             head_columns=self.columns,
             column_batches=self.batches,
             files=_paths([file.path for file in self.files]),
+            files_left_out=tuple(file.place for file in self.files_left_out),
             model=model if isinstance(model := self.info.get("model"), str) else None,
             provenance={**info, **({"split": split} if isinstance(split, str) else {})},
             warnings=tuple(self.warnings),
@@ -436,4 +458,4 @@ def _open_file(path: Location) -> StreamFile:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads state.json, dataset_info.json, the headers of all batches and the offsets of their rows, but no values."""
-    return Directory(path, layout=options.layout).contents(options)
+    return Directory(path, layout=options.layout, skips_incomplete=options.skip_incomplete).contents(options)

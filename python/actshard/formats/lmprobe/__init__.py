@@ -19,6 +19,7 @@ class LmprobeFormat(Format):
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 20
     writes: ClassVar[bool] = True
+    skips_incomplete: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

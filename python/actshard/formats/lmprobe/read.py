@@ -31,11 +31,14 @@ from actshard.base.codes import Remark
 from actshard.base.errors import (
     FormatError,
     MissingFileError,
+    TruncatedFileError,
     UnsupportedError,
 )
 from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
+from actshard.formats.incomplete import leave_out
 from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, UNLISTED, Index, find_parts
+from actshard.formats.per_token import left_out
 
 # Names in lmprobe's code, then names in the format text.
 LOGITS_KEYS = (("logits_topk.values", "logits_topk.indices"), ("topk_values", "topk_indices"))
@@ -69,15 +72,17 @@ def detect(path: Location) -> Evidence:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads the index's schema metadata and address columns, and one safetensors header."""
-    return Extraction(path, options.io).contents()
+    return Extraction(path, options.io, skips_incomplete=options.skip_incomplete).contents()
 
 
 class Extraction(Index):
     """An lmprobe dataset: opens it, then reads columns and tensors on demand."""
 
-    def __init__(self, path: Location, io: str) -> None:
+    def __init__(self, path: Location, io: str, *, skips_incomplete: bool = False) -> None:
         super().__init__(path)
         self.io = io
+        self.skips_incomplete = skips_incomplete
+        self.files_left_out: list[Location] = []
 
     def _descriptors(self, kind: str, usual: str) -> Fields | None:
         where = self.parts[0]
@@ -136,6 +141,7 @@ class Extraction(Index):
             head_columns=self.head,
             column_batches=self.column_batches,
             files=lambda: [file.place for file in self.files()],
+            files_left_out=tuple(file.place for file in self.files_left_out),
             columns_in=lambda: [part.place for part in self.parts],
             model=model if isinstance(model, str) else None,
             provenance=provenance,
@@ -218,13 +224,36 @@ class Extraction(Index):
                 code="metadata",
             )
         files = [(self.inside(fields, name_file(la, s)), name_key(la, s)) for la in layers for s in range(shards)]
-        name, d_model = self._first_header(files, fields, "dim")
+        are_whole = [is_whole(path) for path, _ in files] if self.skips_incomplete else []
+        known = [file for file, whole in zip(files, are_whole, strict=True) if whole] if any(are_whole) else files
+        name, d_model = self._first_header(known, fields, "dim")
         dtype = self._numpy(name, fields)
         addresses = self.addresses(shards, "shard_index", "row_offset", lists=full)
         rows = Rows.table(
             list(files), addresses, num_groups=len(layers), width=d_model, dtype=name, descr=dtype, io=self.io
         )
+        if not all(are_whole):
+            self.files_left_out += [path for (path, _), whole in zip(files, are_whole, strict=True) if not whole]
+            lacking = np.array(~np.array(are_whole).reshape(len(layers), shards).all(axis=0), np.bool_)
+            absent = self._examples_in(lacking, "token_shard_ids" if full else "shard_index")
+            self.warnings += left_out(int(absent.sum()), len(absent))
+            rows = leave_out(rows, absent, len(layers), self.path)
         return rows, layers, d_model, dtype
+
+    def _examples_in(self, shards: NDArray[np.bool_], column: str) -> NDArray[np.bool_]:
+        """Flags of examples with a token in one of these shards. ``column`` has the shard, or those of all tokens."""
+        flags = []
+        for chunk in self.columns([column])[column].chunks:
+            is_list = chunk.type.num_fields > 0
+            values = chunk.flatten() if is_list else chunk
+            numbers = values.to_numpy(zero_copy_only=False).astype(np.int64)
+            in_shards = shards[np.clip(numbers, 0, len(shards) - 1)]
+            if is_list:
+                before = np.concatenate([[0], np.cumsum(in_shards)])
+                ends = np.cumsum(chunk.value_lengths().fill_null(0).to_numpy(zero_copy_only=False))
+                in_shards = np.diff(before[np.concatenate([[0], ends])]) > 0
+            flags.append(in_shards)
+        return np.concatenate([np.zeros(0, np.bool_), *flags])
 
     def logits(self) -> Logits | None:
         """Top-k values and indices; None if not stored."""
@@ -410,6 +439,15 @@ def tensor_of(
 def tensors_in(path: Location) -> dict[str, tuple[str, list[int]]]:
     """Dtype and shape of each tensor of a file."""
     return {name: (dtype, shape) for name, dtype, shape, _, _ in _native.safetensors_header(path)[0]}
+
+
+def is_whole(path: Location) -> bool:
+    """Whether a file exists and has the length that its header declares."""
+    try:
+        tensors_in(path)
+    except (FormatError, TruncatedFileError, FileNotFoundError):
+        return False
+    return True
 
 
 def _first_existing(paths: Sequence[Location]) -> tuple[Location, dict[str, tuple[str, list[int]]]]:

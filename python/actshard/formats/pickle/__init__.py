@@ -21,6 +21,7 @@ class PickleFormat(Format):
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 40
     writes: ClassVar[bool] = True
+    skips_incomplete: ClassVar[bool] = True
     opens_several: ClassVar[bool] = True
     records_summed: ClassVar[tuple[str, ...]] = (".pkl", ".pkl.gz")
     rooms: ClassVar[Mapping[Room, str]] = {

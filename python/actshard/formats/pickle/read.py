@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,8 @@ from actshard.base.errors import ActshardError, FormatError, NotStoredError
 from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.incomplete import leave_out, size_of_file
+from actshard.formats.per_token import left_out
 from actshard.formats.tables import plain, table_of
 
 if TYPE_CHECKING:
@@ -136,6 +138,8 @@ class ListedShard:
     ids: tuple[int, int]
     layers: tuple[int, ...]
     limit: int
+    number: int | None = 0
+    """Its number among the shards that are read; None if the file is left out."""
 
     @property
     def dense(self) -> bool:
@@ -175,13 +179,20 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     if not shards or not layers:
         raise FormatError("expected at least one shard with a layer, found none", path=metadata[0].path)
 
+    shards = _number_whole(shards, skips_incomplete=options.skip_incomplete)
+    whole = [s for s in shards if s.number is not None]
+    if not any(s.samples for s in whole):
+        raise FormatError(f"expected at least one whole shard of {len(shards)}, found none", path=path)
     rows = Rows.shards(
-        [(s.path, s.compressed, s.size, s.sha256, s.samples, s.ids, list(s.layers), s.limit) for s in shards],
+        [(s.path, s.compressed, s.size, s.sha256, s.samples, s.ids, list(s.layers), s.limit) for s in whole],
         layers=list(layers),
         decoded_memory=options.decoded_memory,
         io=options.io,
     )
-    _check_unique(shards, rows)
+    _check_unique(whole, rows)
+    absent = np.repeat([s.number is None for s in shards], [s.samples for s in shards])
+    every = leave_out(rows, absent, len(layers), path, are_dense=True)
+    warnings += left_out(int(absent.sum()), len(absent))
     for folder, fields in zip(machines, metadata, strict=True):
         remarks = []
         _check_extraction(fields, [s for s in shards if s.path.parent == folder], rows.width, remarks)
@@ -197,16 +208,7 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     first = metadata[0].value
     config = _config(metadata[0])
     compressed = [s for s in shards if s.compressed]
-    provenance_fields = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
-    provenance = {key: config[key] for key in provenance_fields if config.get(key) is not None}
-    if longest := [n for f in metadata if type(n := _config(f).get("max_seq_length")) is int]:
-        provenance["max_seq_length"] = max(longest)
-    provenance |= {key: first[key] for key in ("version", "created_at") if first.get(key) is not None}
-    if len(machines) > 1:
-        provenance["machines"] = len(machines)
-    if compressed:
-        provenance["compressed_shards"] = len(compressed)
-    names = [*OWN_COLUMNS, *_fields_of(rows, next(i for i, s in enumerate(shards) if s.samples))]
+    names = [*OWN_COLUMNS, *_fields_of(rows, next(i for i, s in enumerate(whole) if s.samples))]
     return Contents(
         format="pickle",
         path=path.place,
@@ -218,22 +220,50 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
         d_model=rows.width,
         dtype=rows.descr,
         num_examples=sum(s.samples for s in shards),
-        token_counts=rows.token_counts,
-        rows=rows,
+        token_counts=every.token_counts,
+        rows=every,
         column_names=tuple(names),
         columns=lambda requested_names: _columns(path, rows, shards, requested_names),
         units=tuple(itertools.accumulate((s.samples for s in shards), initial=0)),
         unit_columns=lambda unit: _columns(path, rows, shards, names, [unit]),
         head_columns=lambda requested_names, n: _columns(path, rows, shards, requested_names, _first_shards(shards, n)),
         files=lambda: [s.path.place for s in shards],
+        files_left_out=tuple(s.path.place for s in shards if s.number is None),
         model=str(config["model_name"]) if config.get("model_name") else None,
-        provenance=provenance,
+        provenance=_provenance(metadata, len(compressed)),
         warnings=tuple(warnings),
         types_may_differ=True,
         layers_differ=True,
         lacks_layers=bool(lacking),
         counts_are_cheap=sum(s.size or CHEAP_BYTES for s in compressed) <= CHEAP_BYTES,
     )
+
+
+def _provenance(metadata: Sequence[Fields], compressed: int) -> dict[str, object]:
+    """Settings of the extraction, from the metadata of its machines, and the number of compressed shards."""
+    first, config = metadata[0].value, _config(metadata[0])
+    fields = ("dataset_name", "dataset_config", "dataset_split", "max_seq_length")
+    provenance = {key: config[key] for key in fields if config.get(key) is not None}
+    if longest := [n for f in metadata if type(n := _config(f).get("max_seq_length")) is int]:
+        provenance["max_seq_length"] = max(longest)
+    provenance |= {key: first[key] for key in ("version", "created_at") if first.get(key) is not None}
+    if len(metadata) > 1:
+        provenance["machines"] = len(metadata)
+    if compressed:
+        provenance["compressed_shards"] = compressed
+    return provenance
+
+
+def _number_whole(shards: Sequence[ListedShard], *, skips_incomplete: bool) -> list[ListedShard]:
+    """Numbers the shards that are read: all, or those whose files have the listed size."""
+    if not skips_incomplete:
+        return [replace(s, number=i) for i, s in enumerate(shards)]
+    numbers = itertools.count()
+    sizes = [size_of_file(s.path) for s in shards]
+    are_whole = [size > 0 and s.size in (None, size) for s, size in zip(shards, sizes, strict=True)]
+    return [
+        replace(s, number=next(numbers) if is_whole else None) for s, is_whole in zip(shards, are_whole, strict=True)
+    ]
 
 
 def _config(metadata: Fields) -> dict[str, Any]:
@@ -464,7 +494,11 @@ def _columns(
     column_names = set(OWN_COLUMNS)
     every = requested_names >= column_names
     for i in range(len(shards)) if only is None else only:
-        records = rows.records(i) if shards[i].samples else []
+        number = shards[i].number
+        if number is None:
+            parts.append(({}, shards[i].samples))
+            continue
+        records = rows.records(number) if shards[i].samples else []
         columns: dict[str, list[object]] = {}
         for name, values in zip(OWN_COLUMNS, zip(*(r[:4] for r in records), strict=True), strict=False):
             if name in requested_names:

@@ -25,6 +25,7 @@ from actshard.base.errors import ArgumentError
 from actshard.base.work import make_folder, rename, sync_folders, write_json
 from actshard.formats.pickle.read import LARGEST_LAYER, SAMPLE_NUMBERS
 from actshard.formats.target import (
+    LONGEST_PREVIEW,
     PREVIEW,
     TEXTS,
     AllExamples,
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 
 SHARD_BYTES = 100_000_000
 """Shard size before compression; the text recommends 50 to 500 MB."""
-LONGEST_PREVIEW = 200
-"""Maximum length of text_preview, as specified."""
 SAMPLES_PER_MACHINE = 1_000_000_000
 """Sample numbers of part or machine i start at i times this number, because a part does not know the sizes of other parts."""
 _ALIGN = 64

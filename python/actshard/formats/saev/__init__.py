@@ -22,6 +22,7 @@ class SaevFormat(Format):
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 10
     writes: ClassVar[bool] = True
+    skips_incomplete: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

@@ -43,6 +43,8 @@ from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location, found_together
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell
+from actshard.formats.incomplete import leave_out, none_whole, size_of_file
+from actshard.formats.per_token import left_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,11 +101,20 @@ class DumpMetadata:
         path: the dump's folder.
         faults: receives the faults of metadata.json, of shards.json, and of the sizes of shards.
         tell: called while the sizes of shards are checked.
+        skips_incomplete: whether examples beyond the end of a shard, and of missing shards, are left out (:attr:`absent`).
     """
 
-    def __init__(self, path: Location, faults: Faults = RAISE, tell: Tell = lambda what, count, total: None) -> None:
+    def __init__(
+        self,
+        path: Location,
+        faults: Faults = RAISE,
+        tell: Tell = lambda what, count, total: None,
+        *,
+        skips_incomplete: bool = False,
+    ) -> None:
         self.path = path
         self.faults = faults
+        self.skips_incomplete = skips_incomplete
         self.fields = fields = Fields(read_json(path / "metadata.json"), path / "metadata.json", faults=faults)
         self.warnings: list[Remark] = []
         self.protocol = _protocol(fields, self.warnings)
@@ -136,13 +147,18 @@ class DumpMetadata:
             faults.refuse(FormatError(f"{sizes} exceeds 2^62 bytes", path=fields.path))
         self.shards = self._list_shards()
         """The shard files in order, each with its number of examples."""
+        self.files_left_out: list[Location] = []
+        self.absent = self._leave_out() if skips_incomplete else np.zeros(0, np.bool_)
+        """A flag per example that is left out; empty if none can be."""
         self.bytes = self._check_sizes(tell)
         _check_hash(path, fields.value, self.warnings)
 
     def _list_shards(self) -> list[tuple[Location, int]]:
         listing = self.path / "shards.json"
         if not listing.exists():
-            if self.protocol is not None:  # shards.json came on 2025-06-18, a day before the protocol field
+            if (
+                self.protocol is not None and not self.skips_incomplete
+            ):  # shards.json came on 2025-06-18, a day before the protocol field
                 names = [entry.name for entry in self.path.entries("acts*.bin")] if self.path.lists else []
                 self.faults.add(
                     MissingFileError(
@@ -163,6 +179,8 @@ class DumpMetadata:
         """The shards of a dump without a list of them: they are numbered."""
         expected = -(-self.n // self.eps)
         present = len(self.path.entries("acts*.bin")) if self.path.lists else expected
+        if self.skips_incomplete:
+            present = expected
         if present < expected:
             missing = next(shard for i in range(expected) if not (shard := self.path / _name(i)).exists())
             self.faults.add(MissingFileError(f"expected {expected} shards, found {present}", path=missing))
@@ -189,13 +207,28 @@ class DumpMetadata:
                 names.add(shard)
                 shards.append((shard, count))
         total = sum(count for _, count in shards)
-        if total != self.n and len(shards) == len(value):
+        if total != self.n and len(shards) == len(value) and not self.skips_incomplete:
             text = (
                 f"expected {self.n} examples in {-(-self.n // self.eps)} shards, found {total} in {len(shards)}: "
                 "the dump was interrupted; complete it"
             )
             self.faults.add(FormatError(text, path=listing))
         return shards
+
+    def _leave_out(self) -> NDArray[np.bool_]:
+        """Flags of examples that the files do not contain. :attr:`shards` then lists the others."""
+        absent = none_whole(self.n, self.path)
+        if not (listing := self.path / "shards.json").exists():
+            self.files_left_out.append(listing)
+        if not self.path.lists:
+            found_together([shard for shard, _ in self.shards])
+        for i, (shard, count) in enumerate(self.shards):
+            whole = min(count, max(0, size_of_file(shard)) // self.example_bytes)
+            absent[i * self.eps : i * self.eps + whole] = False
+            if whole < count:
+                self.files_left_out.append(shard)
+            self.shards[i] = shard, whole
+        return absent
 
     def _check_sizes(self, tell: Tell) -> int:
         """Checks that every listed file is a regular file of a valid size. Returns the bytes of all."""
@@ -211,7 +244,7 @@ class DumpMetadata:
                     size += _size_of_shard(shard, count, self.eps, self.example_bytes, is_last=i == last)
                 except ActshardError as error:
                     problems.append(error)
-            elif not shard.exists():
+            elif not self.skips_incomplete and not shard.exists():
                 # saev leaves a shard of zeros if the examples fill the shards exactly. It is never read.
                 self.warnings.append(Remark("layout", f"{shard.name} is missing; it contains no examples"))
         if problems:
@@ -221,10 +254,11 @@ class DumpMetadata:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads metadata.json and shards.json, and checks the sizes of all shards."""
-    dump = DumpMetadata(path)
+    dump = DumpMetadata(path, skips_incomplete=options.skip_incomplete)
     n, content, metadata = dump.n, dump.content, dump.fields.value
     extras = _extras(path, n, content, dump.warnings)
-    shards = [(shard, count) for shard, count in dump.shards if count]
+    absent = dump.absent
+    shards = [(shard, count) for shard, count in dump.shards if count or absent.any()]
     rows = Rows.strided(
         [(shard, count * dump.per_example) for shard, count in shards],
         num_examples=n,
@@ -236,6 +270,7 @@ def open(path: Location, options: Options) -> Contents:
         descr=np.dtype(np.float32),
         io=options.io,
     )
+    rows = leave_out(rows, absent, len(dump.layers), path)
     provenance_fields = ("protocol", "dataset", "pixel_agg", "data")
     return Contents(
         format="saev",
@@ -245,18 +280,19 @@ def open(path: Location, options: Options) -> Contents:
         d_model=dump.d_model,
         dtype=np.dtype(np.float32),
         num_examples=n,
-        token_counts=lambda: np.broadcast_to(np.int64(dump.tokens), (n,)),
+        token_counts=rows.token_counts if absent.any() else lambda: np.broadcast_to(np.int64(dump.tokens), (n,)),
         rows=rows,
         column_names=("example_idx",),
-        tokens_each=dump.tokens,
+        tokens_each=None if absent.any() else dump.tokens,
         content_lengths=lambda: _content_lengths(path / LENGTHS, n, content),
         columns=lambda names: _columns(path, n, names, [shard for shard, _ in shards]),
         files=lambda: [shard.place for shard, _ in dump.shards],
+        files_left_out=tuple(file.place for file in dump.files_left_out),
         model=dump.model or None,
         provenance={key: metadata[key] for key in provenance_fields if metadata.get(key) is not None},
         extras=extras,
         special_tokens=int(dump.cls),
-        warnings=tuple(dump.warnings),
+        warnings=(*dump.warnings, *left_out(int(absent.sum()), n)),
         labels=lambda: _labels(path / LABELS, n, content),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -198,6 +199,7 @@ def open(path: Location, options: Options) -> Contents:
         example_columns=lambda names, numbers: pick_rows(columns(names), numbers),
         token_columns=_PER_TOKEN,
         files=lambda: [file.place for file in paths],
+        files_left_out=_files_left_out(states, paths, options),
     )
 
 
@@ -259,6 +261,10 @@ def _open_requests(path: Location, options: Options) -> Contents:
     return contents_of_requests(path, [path / name for name in names if name.endswith(".safetensors")], options, locks)
 
 
+def _files_left_out(states: AllStates, paths: Sequence[Location], options: Options) -> tuple[Path, ...]:
+    return tuple(paths[n].place for n in sorted(states.faults)) if options.skip_incomplete else ()
+
+
 def contents_of_requests(
     path: Location, paths: Sequence[Location], options: Options, locks: Set[str] = frozenset()
 ) -> Contents:
@@ -297,4 +303,5 @@ def contents_of_requests(
         example_columns=columns.some,
         token_columns=columns.names,
         files=lambda: [file.place for file in paths],
+        files_left_out=_files_left_out(states, paths, options),
     )

@@ -42,6 +42,9 @@ class ZarrFormat(Format):
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 30
     writes: ClassVar[bool] = True
+    needs_whole: ClassVar[str] = (
+        "its text defines missing chunks as zeros, which files do not distinguish from unfinished ones"
+    )
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

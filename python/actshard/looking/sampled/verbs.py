@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
+from actshard.base import _arguments
 from actshard.base.layers import Layer
+from actshard.looking.stats import Stats
 from actshard.streaming.norms import Limit
 from actshard.streaming.readable import Readable
-from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.rows import SelectedRows
+from actshard.streaming.selection import Mask, Selection, Tokens, memory_for_flags
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
@@ -21,6 +25,72 @@ if TYPE_CHECKING:
 
 class SampledVerbs:
     """The part of a store that looks at samples of its rows."""
+
+    def stats(
+        self: Readable,
+        layer: Layer,
+        *,
+        tokens: Tokens = "content",
+        ignore_labels: Sequence[int] = (),
+        keep: Mask = None,
+        max_norm: Limit = None,
+        min_token: int = 0,
+        rows: int | None = None,
+        seed: int = 0,
+        save: bool | str | os.PathLike[str] = False,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> Stats:
+        """Computes statistics of columns and of row norms in one parallel pass; see :class:`actshard.Stats`.
+
+        Sums are float64 over blocks of a fixed size, so results are bitwise equal for any number of threads.
+
+        ``save`` writes them as JSON and safetensors. They are reused while the dataset's files have the same names, sizes and
+        modification times. Of more than 4,096 files, evenly spaced ones are checked. ``stream(center="mean")`` reuses them too.
+
+        Args:
+            layer: a name from :attr:`layers`.
+            tokens: as in :meth:`stream`.
+            ignore_labels: as in :meth:`stream`.
+            keep: as in :meth:`stream`.
+            max_norm: as in :meth:`stream`.
+            min_token: as in :meth:`stream`.
+            rows: number of rows to sample, one at a random place of each of ``rows`` equal ranges, as in :meth:`spectrum`; all, if
+                there are fewer. None: all rows. Takes up to 9 bytes of memory for each row of the layer.
+            seed: another seed gives another sample.
+            save: True writes to the folder ``NAME.stats`` next to the dataset, or to the user's cache folder for a URL and if
+                that folder is not writable. Or a folder. Statistics of other rows have other files.
+            progress: called with (rows done, total rows) from time to time.
+
+        Raises:
+            As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
+        """
+        from actshard.looking.sampled.rows import count_of, spread
+        from actshard.looking.saved import kept_or_made
+
+        _arguments.check_progress(progress)
+        selection, seed = Selection(tokens, ignore_labels, keep, max_norm, min_token), _arguments.whole(seed, "seed")
+        name = self.layers[self.group_of(layer)]
+        chosen: Selection | SelectedRows = selection  # resolved only if no file has its statistics
+        if rows is not None:
+            with memory_for_flags(self):
+                every = selection.resolve(self, [name])
+                chosen = every.take(spread(every.count, count_of(rows, "rows"), seed))
+        elif selection.arguments is None:
+            chosen = selection.resolve(self, [name])
+
+        def compute() -> Stats:
+            resolved = chosen.resolve(self, [name]) if isinstance(chosen, Selection) else chosen
+            return self.stats_of(name, resolved, progress)
+
+        return compute() if save is False else kept_or_made(self, name, chosen, save, compute)
+
+    def stats_of(
+        self: Readable, layer: Layer, rows: SelectedRows, progress: Callable[[int, int], object] | None = None
+    ) -> Stats:
+        """Computes statistics of a layer's rows. Internal."""
+        group, total, native = self.group_of(layer), rows.count, rows.native
+        report = None if progress is None else lambda count: progress(count, total)
+        return Stats.of(self.rows.stats(group, native, report), self.layers[group])
 
     def spectrum(
         self: Readable,

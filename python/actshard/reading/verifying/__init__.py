@@ -23,7 +23,7 @@ from actshard.formats.contents import Contents
 from actshard.formats.format import names_layers
 from actshard.formats.report import Finding, Report
 from actshard.reading.finding import check_finished, existing_anywhere, find, find_any, remaining
-from actshard.reading.opening import open_quietly
+from actshard.reading.opening import check_supported, open_quietly
 from actshard.reading.store import Store
 
 Values = Callable[[Store, Report, Callable[[str, int, int], object]], None]
@@ -59,6 +59,7 @@ def verify(
     storage_options: Mapping[str, object] | None = None,
     cache: int | str | os.PathLike[str] | Literal[False] | None = None,
     layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
+    incomplete: Literal["error", "skip"] = "error",
 ) -> Report:
     """Checks a dataset against all rules of its format, and with ``deep`` also every value. Columns of the first examples are read.
 
@@ -76,6 +77,7 @@ def verify(
         storage_options: as for :func:`actshard.open`.
         cache: as for :func:`actshard.open`.
         layout: as for :func:`actshard.open`. A store that was opened with one keeps it.
+        incomplete: ``"skip"``: files that are missing or not whole are notes, as :func:`actshard.open` leaves their examples out.
 
     Returns:
         A :class:`~actshard.reading.verifying.Report`: ``report.ok``, ``report.findings``, ``report.status``.
@@ -106,6 +108,8 @@ def verify(
             return _of_parts(store, bool(deep), progress)
         path, format = store.path, store.format
         layout = (store.contents.whole or store.contents).layout
+    if not _arguments.is_one_of(incomplete, ("error", "skip")):
+        raise ArgumentError(f"incomplete: expected 'error' or 'skip', found {incomplete!r:.80}")
     return of_path(
         path,  # type: ignore[arg-type]  # a store's path, or the caller's
         format,
@@ -114,6 +118,7 @@ def verify(
         progress=progress,
         store=store,
         remote=(storage_options, cache),
+        incomplete=incomplete,
     )
 
 
@@ -127,6 +132,7 @@ def of_path(
     store: Store | None = None,
     remote: tuple[Mapping[str, object] | None, str | os.PathLike[str] | int | bool | None] = (None, None),
     values: Values | None = None,
+    incomplete: str = "error",
 ) -> Report:
     """:func:`verify` of a path. ``values`` replaces the check of every value, and is called if that check is due. Internal."""
     root = existing_anywhere(path, *remote)
@@ -141,7 +147,10 @@ def of_path(
                 raise
             except ActshardError:
                 pass  # the check reports it
-    report = Report(root.place, format, deep, layout=layout)
+    if incomplete == "skip":
+        with contextlib.suppress(UnknownFormatError):  # the check reports it
+            check_supported(formats.get(format or find(root)[1]), None, incomplete, root)
+    report = Report(root.place, format, deep, layout=layout, incomplete=incomplete)
     with report.noting(root):
         _check(root, format, report, progress or (lambda what, done, total: None), store, values)
     return report
@@ -212,12 +221,16 @@ def _check(
         report.layout = None if report.layout is None else dataset_format.read_layout(report.layout)
         dataset_format.check(root.place, report, tell)
     try:
-        store = store or open_quietly(root, format, "auto", cache=False, layout=report.layout)
+        store = store or open_quietly(
+            root, format, "auto", cache=False, layout=report.layout, incomplete=report.incomplete
+        )
     except ActshardError as error:
         report.faults.refused(error)
         return
+    report.excuse(set(store.contents.files_left_out))
     for warning in store.warnings:
-        report.add(warning.code, root, warning)
+        if warning.code != "examples-left-out":  # the notes name the files
+            report.add(warning.code, root, warning)
     report.count("examples", store.num_examples)
     with report.noting(root), warnings.catch_warnings():
         warnings.simplefilter("ignore", ActshardWarning)  # the format's check reports lines that are missing

@@ -142,6 +142,19 @@ impl BatchItems {
     }
 }
 
+/// Rows that [`convert_block`] numbers at once.
+const BLOCK: usize = 1 << 20;
+
+/// Converts rows of one group, which lie one after the other.
+pub fn convert_block(convert: &Convert, rows: &[u8], out: &mut [u8], watch: Watch<'_>) -> Result<()> {
+    let (from, to) = (convert.from().max(1), convert.to().max(1));
+    for (rows, out) in rows.chunks(from * BLOCK).zip(out.chunks_mut(to * BLOCK)) {
+        let slots: Vec<u32> = (0..(rows.len() / from) as u32).collect();
+        convert_rows(convert, rows, from, &slots, None, out, &mut *watch)?;
+    }
+    Ok(())
+}
+
 /// Converts the rows of slots into `out`, one after the other; `groups` has each slot's group if a slot has a row of
 /// one group.
 pub fn convert_rows(

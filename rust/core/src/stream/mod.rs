@@ -13,7 +13,7 @@
 pub mod ahead;
 mod chunks;
 mod exchange;
-mod items;
+pub mod items;
 pub mod order;
 pub mod packing;
 pub mod plan;

@@ -66,6 +66,27 @@ impl Convert {
     /// `center` is empty, or has one element per column, or per column and group. The arithmetic is float32, or float64 if
     /// the stored or the requested type is, or if float32 lacks the range of a centre or factor.
     pub fn new(from: DType, to: DType, width: usize, groups: usize, center: Vec<f64>, scale: Scale) -> Result<Convert> {
+        let double = from == DType::F64 || to == DType::F64 || !in_range(&center, &scale);
+        Convert::with_arithmetic((from, to), double, (width, groups), center, scale)
+    }
+
+    /// As [`Convert::new`], in float64 whatever the types.
+    pub fn in_double(
+        (from, to): (DType, DType),
+        (width, groups): (usize, usize),
+        center: Vec<f64>,
+        scale: Scale,
+    ) -> Result<Convert> {
+        Convert::with_arithmetic((from, to), true, (width, groups), center, scale)
+    }
+
+    fn with_arithmetic(
+        (from, to): (DType, DType),
+        double: bool,
+        (width, groups): (usize, usize),
+        center: Vec<f64>,
+        scale: Scale,
+    ) -> Result<Convert> {
         let plain = Cast::between(from, to)?;
         let fits = |n: usize| n == width || n == width * groups;
         let scales = match &scale {
@@ -80,7 +101,7 @@ impl Convert {
         }
         let change = if center.is_empty() && scale == Scale::None {
             None
-        } else if from == DType::F64 || to == DType::F64 || !in_range(&center, &scale) {
+        } else if double {
             Some(Change::Double(Terms::new(from, to, &center, &scale)?))
         } else {
             Some(Change::Single(Terms::new(from, to, &center, &scale)?))
