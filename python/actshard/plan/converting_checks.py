@@ -21,7 +21,7 @@ from actshard.base.request import DigestTexts, Request
 from actshard.plan.book import work_folder
 from actshard.plan.checking import LayoutValue, PlaceText, Span, check_spans
 from actshard.plan.data import Planned
-from actshard.writing.converting.planning import OVERFLOW, TOKENS
+from actshard.writing.converting.planning import OVERFLOW, TOKENS, TargetSettings
 
 _PIECE = 1 << 20
 _MOST_EXAMPLES = 1 << 32
@@ -58,8 +58,8 @@ _WrittenFormat = Annotated[str, Rule("a format that can be written", lambda name
 
 
 @dataclass(frozen=True)
-class TargetSettings:
-    """Arguments of :func:`actshard.writing.converting.planning.configure_target`."""
+class PlannedSettings(TargetSettings):
+    """The settings of the target, with the rules for their JSON values."""
 
     dtype: str | None
     tokens_per_example: Amount | None
@@ -94,7 +94,7 @@ class ConvertArguments:
     truncate: bool
     cast: bool
     overflow: Annotated[str, one_of(OVERFLOW)]
-    sizes: TargetSettings
+    sizes: PlannedSettings
     config: dict[str, Any]
     request: Mapping[str, object]
     losses: tuple[tuple[AnyText, AnyText], ...]
