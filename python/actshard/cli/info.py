@@ -59,7 +59,7 @@ def show(store: Store) -> None:
             f" [yellow]({about['missing_shards']:,} more {'is' if about['missing_shards'] == 1 else 'are'} missing)[/]"
         )
     packed = f" ({about['ratio']:.2f} of the rows)" if about["ratio"] is not None and about["ratio"] < _PACKED else ""
-    lines: list[tuple[str, Any]] = [
+    lines: list[tuple[str, object]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),
         *([("commit", provenance["revision"])] if "revision" in provenance else []),

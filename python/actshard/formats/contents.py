@@ -127,7 +127,7 @@ class Contents:
     """Lists all files that contain rows. The list may be long, and files may be missing."""
     model: str | None = None
     provenance: dict[str, object] = field(default_factory=dict)
-    store_metadata: Callable[[], Sequence[tuple[str, dict[str, Any]]]] = lambda: ()
+    store_metadata: Callable[[], Sequence[tuple[str, dict[str, object]]]] = lambda: ()
     """Name and metadata of each store of which the dataset consists; the first one's are the dataset's. Empty: of one store."""
     extras: tuple[str, ...] = ()
     """Names of other stored data: patch labels, logits, router tensors."""

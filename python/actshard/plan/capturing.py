@@ -68,15 +68,15 @@ _NAMED = 3
 
 
 def capture(
-    model: Any,
+    model: object,
     texts: str | os.PathLike[str] | Sequence[os.PathLike[str]],
     path: str | os.PathLike[str],
     format: str = registry.DEFAULT_OF_PARTS,
     *,
     tasks: int = 64,
-    layers: Any = "all",
+    layers: object = "all",
     tokens: str | int | Sequence[int] | Chooser = "all",
-    tokenizer: Any = None,
+    tokenizer: object = None,
     text: str | None = None,
     columns: Sequence[str] | None = None,
     dtype: DTypeLike | None = None,
@@ -88,11 +88,11 @@ def capture(
     on_nonfinite: OnNonfinite = "refuse",
     revision: str | None = None,
     device: str | None = None,
-    model_options: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, object] | None = None,
+    metadata: Mapping[str, object] | None = None,
     pad: bool = False,
     shard_bytes: int | str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     exist_ok: bool = False,
     work: str | os.PathLike[str] | None = None,
 ) -> CapturePlan:
@@ -240,7 +240,7 @@ class CaptureSettings:
     on_nonfinite: OnNonfinite
     revision: str | None
     device: str | None
-    model_options: Mapping[str, Any] | None
+    model_options: Mapping[str, object] | None
 
     def job(self, output: OutputSettings, layers: object, dtype: DTypeLike | None, device: str | None) -> CaptureJob:
         """The job of a capture: loads model, tokenizer and texts."""
@@ -308,7 +308,7 @@ def _is_function(name: str) -> bool:
     return _FUNCTION.fullmatch(name) is not None
 
 
-def _model_name(model: Any) -> str:
+def _model_name(model: object) -> str:
     if hasattr(model, "named_modules"):
         raise ArgumentError(
             f"model: expected the name of a model, its folder or a function, which other processes can load, found a loaded "
@@ -317,7 +317,7 @@ def _model_name(model: Any) -> str:
     return _name(model, "model")
 
 
-def _tokenizer_name(tokenizer: Any) -> str | None:
+def _tokenizer_name(tokenizer: object) -> str | None:
     if hasattr(tokenizer, "all_special_ids") or hasattr(tokenizer, "encode_batch"):
         raise ArgumentError(
             "tokenizer: expected a name, a folder or a function, which other processes can load, found a loaded "
@@ -326,7 +326,7 @@ def _tokenizer_name(tokenizer: Any) -> str | None:
     return None if tokenizer is None else _name(tokenizer, "tokenizer")
 
 
-def _name(value: Any, what: str) -> str:
+def _name(value: object, what: str) -> str:
     """An absolute path, a name on the hub, or the name of a function."""
     if not isinstance(value, str | os.PathLike):
         return function_name(value, what)
@@ -346,11 +346,11 @@ def _tokens_name(tokens: str | int | Sequence[int] | Chooser) -> str | tuple[int
     return description if isinstance(description, str) else tuple(description)
 
 
-def _choice_named(tokens: str | tuple[int, ...]) -> Any:
+def _choice_named(tokens: str | tuple[int, ...]) -> object:
     return import_function(tokens, "tokens") if isinstance(tokens, str) and _is_function(tokens) else tokens
 
 
-def _tokenizer_named(name: str | None) -> Any:
+def _tokenizer_named(name: str | None) -> object:
     if name is None:
         return None
     return import_function(name, "tokenizer") if _is_function(name) else named_tokenizer(name)
@@ -400,7 +400,7 @@ class CapturePlan(CreatePlan):
     """A plan of :func:`capture`: tasks are ranges of examples, of about equally many tokens."""
 
     @property
-    def computes(self) -> Mapping[str, Any]:
+    def computes(self) -> Mapping[str, object]:
         """Model, tokenizer, texts and options, as a capture records them. Internal."""
         return self.arguments_as(CaptureArguments).computes
 
@@ -443,7 +443,7 @@ class Capturing(Creating[CaptureJob]):
                 )
         return job
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, object]:
         """Computes the task's examples; returns a :class:`CaptureResult` as JSON values."""
         assert isinstance(plan, CapturePlan)
         job = self.opened(plan)

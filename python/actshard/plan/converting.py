@@ -44,6 +44,7 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Apart, Target, environment_time
 from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, remove_work_folders, work_folder
+from actshard.plan.checking import OpenArguments
 from actshard.plan.converting_checks import (
     ConvertArguments,
     PlannedSettings,
@@ -171,16 +172,16 @@ def convert(
         return plan
 
 
-def _places(src: Any) -> list[str] | str:
+def _places(src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...] | str:
     """The source's absolute paths, because tasks may run in other folders."""
     if isinstance(src, str | os.PathLike):
         text = os.fspath(src)
         return text if _arguments.is_url_elsewhere(text) else str(_arguments.local_path(src, "src"))
-    return [str(path) for part in src for path in [_places(part)]]
+    return tuple(str(_places(part)) for part in src)
 
 
 def _make_plan(
-    open_arguments: tuple[Any, str | None, Any],
+    open_arguments: OpenArguments,
     request: ConversionRequest,
     target: Target,
     settings: PlannedSettings,
@@ -240,7 +241,7 @@ def _memory(
     target: Target,
     columns: Columns,
     tasks: Sequence[Mapping[str, Any]],
-    open_arguments: tuple[object, str | None, object],
+    open_arguments: OpenArguments,
     inputs: Sequence[Input],
 ) -> int:
     """Bytes of memory of a task's process."""

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,7 +65,7 @@ class PlannedSettings(TargetSettings):
     tokens_per_example: Amount | None
     shard_bytes: Count | str | None
     metadata: Mapping[str, object] | None
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     created: Amount | None
 
 
@@ -95,7 +95,7 @@ class ConvertArguments:
     cast: bool
     overflow: Annotated[str, one_of(OVERFLOW)]
     sizes: PlannedSettings
-    config: dict[str, Any]
+    config: dict[str, object]
     request: Mapping[str, object]
     losses: tuple[tuple[AnyText, AnyText], ...]
     fillers: tuple[AnyText, ...]
@@ -109,7 +109,7 @@ class ConvertTask:
 
     examples: Span
     origin: Amount
-    state: Mapping[str, Any]
+    state: Mapping[str, object]
     bytes: Amount
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class ConvertResult:
 
     examples: Span
     layers: Span | None
-    state: Mapping[str, Any]
+    state: Mapping[str, object]
     fragments: tuple[Annotated[Fragment, Rule("a range of bytes", lambda piece: piece.begin <= piece.end)], ...]
     overflows: Amount
     bytes: Amount

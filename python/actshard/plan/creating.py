@@ -382,7 +382,7 @@ def target_of(arguments: CreateArguments, work: Path | None, count: int, part: t
     return target
 
 
-def function_name(function: Any, what: str) -> str:
+def function_name(function: object, what: str) -> str:
     """Returns the name ``module:function`` of the argument ``what``, which other processes can import."""
     if isinstance(function, str):
         module, _, path = function.partition(":")
@@ -400,7 +400,7 @@ def function_name(function: Any, what: str) -> str:
     return f"{module_name}:{name}"
 
 
-def import_function(name: str, what: str) -> Callable[..., Any]:
+def import_function(name: str, what: str) -> Callable[..., object]:
     """Imports the function with a name ``module:function``, the argument ``what``."""
     module, _, path = name.partition(":")
     try:
@@ -413,7 +413,7 @@ def import_function(name: str, what: str) -> Callable[..., Any]:
         ) from error
     if not callable(attribute):
         raise ArgumentError(f"{what}: expected a function, found {type(attribute).__name__} {name!r}")
-    function: Callable[..., Any] = attribute
+    function: Callable[..., object] = attribute
     return function
 
 
@@ -421,7 +421,7 @@ class CreatePlan(Plan):
     """A plan of :func:`create`: tasks are ranges of examples, which your script or ``capture`` computes and writes."""
 
     @property
-    def computes(self) -> Mapping[str, Any] | None:
+    def computes(self) -> Mapping[str, object] | None:
         """What determines the computed values, for the record of the request; None: unknown. Internal."""
         return None
 

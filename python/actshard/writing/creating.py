@@ -131,7 +131,7 @@ def _as_json(value: dict[str, object]) -> dict[str, object]:
     parsed: Any = parse_json(text, "metadata")
     for _ in range(_AROUND):
         (parsed,) = parsed
-    restored: dict[str, Any] = parsed
+    restored: dict[str, object] = parsed
     return restored
 
 

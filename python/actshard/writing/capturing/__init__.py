@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from numpy.typing import DTypeLike
 
@@ -34,13 +34,13 @@ __all__ = ["CaptureProgress", "Captured", "Example", "Problem", "capture"]
 
 def capture(
     model: str | os.PathLike[str] | TorchModule | States,
-    texts: str | os.PathLike[str] | Iterable[Any],
+    texts: str | os.PathLike[str] | Iterable[object],
     path: str | os.PathLike[str],
     format: str = registry.DEFAULT_FORMAT,
     *,
     layers: Layer | Sequence[Layer] | Literal["all"] = "all",
     tokens: Literal["all", "content", "last", "mean"] | int | Sequence[int] | Chooser = "all",
-    tokenizer: Any = None,
+    tokenizer: object = None,
     text: str | None = None,
     columns: Sequence[str] | None = None,
     dtype: DTypeLike | None = None,
@@ -54,7 +54,7 @@ def capture(
     part: tuple[int, int] | None = None,
     estimate: bool = False,
     revision: str | None = None,
-    device: Any = None,
+    device: object = None,
     model_options: Mapping[str, object] | None = None,
     metadata: Mapping[str, object] | None = None,
     pad: bool = False,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from numpy.typing import DTypeLike
 
@@ -124,15 +124,15 @@ def part_of(part: object) -> tuple[int, int] | None:
     return whole(part[0], "part", 0, count - 1), count
 
 
-def column_names(columns: Any) -> tuple[str, ...] | None:
+def column_names(columns: Iterable[object] | None) -> tuple[str, ...] | None:
     """Checks a ``columns=`` argument: None for all, or names."""
     if columns is None:
         return None
-    names = (columns,) if isinstance(columns, str) else tuple(columns)
-    bad = next((name for name in names if not isinstance(name, str)), None)
-    if bad is not None:
-        raise ArgumentTypeError(f"columns: expected names, found {bad!r:.80}")
-    conflict = next((name for name in names if name in OWN_COLUMNS), None)
-    if conflict is not None:
-        raise ArgumentError(f"columns: {conflict!r} is a column that capture writes itself")
-    return names
+    names: list[str] = []
+    for name in (columns,) if isinstance(columns, str) else columns:
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"columns: expected names, found {name!r:.80}")
+        if name in OWN_COLUMNS:
+            raise ArgumentError(f"columns: {name!r} is a column that capture writes itself")
+        names.append(name)
+    return tuple(names)

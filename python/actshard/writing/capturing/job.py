@@ -243,7 +243,7 @@ class CaptureJob:
 
     # -- the request -----------------------------------------------------------------------------------------------
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What determines the stored values: it is compared on resume, and kept in the dataset's metadata."""
         inputs, encodings = self._inputs, self._encodings
         encoder = encodings.encoder

@@ -113,8 +113,8 @@ def fold(
     incomplete: Literal["wait", "skip"] = "wait",
     resume: bool = False,
     delete: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
     progress: Callable[[Fold], object] | None = None,
 ) -> Fold:
     """Makes a dataset of vLLM's request files. Committed examples survive a kill.
@@ -226,7 +226,7 @@ class _RequestFolder:
                 raise from_os(error, self.path / name, "remove") from error
 
 
-def _by_number(name: str) -> tuple[Any, ...]:
+def _by_number(name: str) -> tuple[object, ...]:
     """The key of a name, in which digits are compared as numbers."""
     return (*((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)), (-2, name))
 

@@ -67,7 +67,7 @@ class Preview:
 
 
 def preview(
-    src: Any,
+    src: object,
     dst: str | os.PathLike[str],
     format: str | None = None,
     *,
