@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from actshard.reading.store import Store
     from actshard.reading.verifying import Report, verify
     from actshard.streaming import Batch, Stream
-    from actshard.streaming.normalizer import Normalizer
     from actshard.streaming.mixing import MixedBatch, MixedStores, MixedStream, mix
+    from actshard.streaming.normalizer import Normalizer
     from actshard.streaming.pairing import PairedBatch, PairedStores, PairedStream, pair
     from actshard.streaming.sequences import SequenceBatch, SequenceStream
     from actshard.streaming.supervised import up_to_last

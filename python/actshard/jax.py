@@ -73,7 +73,7 @@ def batches(
     return _read(stream, _Placing(stream, sharding))
 
 
-def _read(stream: Epochs[object], placing: _Placing) -> Iterator[dict[str, Any]]:
+def _read(stream: Epochs[object], placing: _Placing) -> Iterator[dict[str, object]]:
     loop = stream.loop(None)
     try:
         ahead = _sent(loop, placing)

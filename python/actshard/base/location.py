@@ -142,7 +142,7 @@ class Location:
     key: str
 
     @classmethod
-    def of(cls, value: Any, what: str = "path") -> Location:
+    def of(cls, value: object, what: str = "path") -> Location:
         """Returns the location of a user's path, made absolute with ``~`` expanded; a Location is returned unchanged.
 
         Raises:

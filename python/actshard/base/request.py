@@ -153,7 +153,7 @@ class Request:
     """
 
     verb: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     sources: tuple[str, ...] = ()
     examples: int | None = None
     overflows: int | None = None

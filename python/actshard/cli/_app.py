@@ -93,7 +93,7 @@ class Commands(typer.core.TyperGroup):
             calling(command)
         return name, command, rest
 
-    def invoke(self, ctx: Any) -> Any:
+    def invoke(self, ctx: Any) -> object:
         """Parses the arguments of a subcommand and runs it."""
         try:
             return _usage(lambda: super(Commands, self).invoke(ctx))
@@ -103,7 +103,7 @@ class Commands(typer.core.TyperGroup):
             raise
 
 
-def _usage(step: Callable[[], Any]) -> Any:
+def _usage(step: Callable[[], object]) -> object:
     """Runs ``step``. click exits with 2 after a usage error, but here 2 means errors found in a dataset."""
     try:
         return step()

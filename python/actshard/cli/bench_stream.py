@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actshard.base.layers import Layer
 
 
-def run(store: Store, layer: Layer | list[Layer], batch_size: int, seconds: float, **options: Any) -> dict[str, Any]:
+def run(store: Store, layer: Layer | list[Layer], batch_size: int, seconds: float, **options: Any) -> dict[str, object]:
     """Reads for ``seconds``, at most one epoch; returns speed, memory and the quality of the shuffle."""
     stream = store.stream(layer, batch_size, **options)
     batch_rows: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []

@@ -80,7 +80,7 @@ def show(store: Store) -> None:
     packed = f" ({ratio:.2f} of the rows)" if ratio is not None and ratio < _PACKED else ""
     if ratio is not None and ratio >= _PADDED:
         packed = f" [yellow]({ratio:.1f} times the rows: short examples are stored with padding)[/]"
-    lines: list[tuple[str, Any]] = [
+    lines: list[tuple[str, object]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),
         *([("commit", provenance["revision"])] if "revision" in provenance else []),

@@ -36,7 +36,7 @@ def run(
     layer: str,
     *,
     quiet: bool,
-    tokens: Any,
+    tokens: object,
     format: str | None,
     layout: str | None,
     of: str | None = None,

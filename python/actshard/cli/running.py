@@ -147,7 +147,7 @@ def _time_left(plan: Plan, status: Status) -> str:
     return f", {duration(seconds / count)} left in {count:,} process{'es' if count > 1 else ''}"
 
 
-def plain(outcome: object) -> Any:
+def plain(outcome: object) -> object:
     """Returns the value of a commit as JSON values."""
     if isinstance(outcome, dict):
         from actshard.cli import stats
@@ -157,7 +157,7 @@ def plain(outcome: object) -> Any:
     return as_dict() if as_dict is not None else {"path": str(getattr(outcome, "path", outcome))}
 
 
-def show(plan: Plan, outcome: Any, *, quiet: bool = False) -> None:
+def show(plan: Plan, outcome: object, *, quiet: bool = False) -> None:
     """Prints the value of a commit; and, unless ``quiet``, the file that keeps it."""
     if isinstance(outcome, Report):
         from actshard.cli import verify

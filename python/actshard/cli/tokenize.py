@@ -34,7 +34,7 @@ def format_named(name: str, words: list[str], template: str | None, *, short: bo
 
 
 def run(
-    sources: list[str], out: str, tokenizer: str, form: dict[str, Any], *, quiet: bool, **options: Any
+    sources: list[str], out: str, tokenizer: str, form: dict[str, object], *, quiet: bool, **options: Any
 ) -> dict[str, Any]:
     """Builds one cache."""
     folder = local_path(out, "--out", WRITE_HERE)
@@ -74,7 +74,7 @@ def plans(file: str, components: list[str] | None) -> list[dict[str, object]]:
     return [_summary(plan) for plan in chosen]
 
 
-def _summary(plan: CachePlan) -> dict[str, Any]:
+def _summary(plan: CachePlan) -> dict[str, object]:
     about = {} if plan.cache is None else _about(plan.cache)
     return {"component": plan.component, "split": plan.split, "state": plan.state, "path": str(plan.path), **about}
 

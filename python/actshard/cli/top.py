@@ -118,7 +118,7 @@ def _notes(store: Store, inspection: Examined, count: int) -> list[str]:
 
 def row(
     cache: TokenCache, example: int, of_layers: tuple[str, int | None], tokenizer: str, count: int
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Returns a row of a token cache: ids, texts if there is a tokenizer, and other fields with one value per token.
 
     Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -203,7 +203,7 @@ class DraftExamples:
 
         return pick_rows(self._table, numbers)
 
-    def _values(self, value: Any, name: str, example: int, tokens: int, content: int) -> NDArray[np.generic]:
+    def _values(self, value: object, name: str, example: int, tokens: int, content: int) -> NDArray[np.generic]:
         """Copies the values of the content tokens to the column's dtype. The list has one value per stored or content token."""
         kind = self._kinds[name]
         where = f"column {name!r}, example {example}"

@@ -158,7 +158,7 @@ def load_activations(
     names = _layers(store, layers)
     examples = _places(store, prompts)
     pooled_by_layer = {layer: _pooled(store, layer, examples, pooling) for layer in names}
-    activations: Any = pooled_by_layer if as_dict else np.stack(list(pooled_by_layer.values()), axis=1)
+    activations: object = pooled_by_layer if as_dict else np.stack(list(pooled_by_layer.values()), axis=1)
     return (activations, _labels(store, examples)) if return_labels else activations
 
 

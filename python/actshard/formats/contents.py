@@ -129,7 +129,7 @@ class Contents:
     """Files that are not whole, whose examples ``Options.skip_incomplete`` leaves out."""
     model: str | None = None
     provenance: dict[str, object] = field(default_factory=dict)
-    store_metadata: Callable[[], Sequence[tuple[str, dict[str, Any]]]] = lambda: ()
+    store_metadata: Callable[[], Sequence[tuple[str, dict[str, object]]]] = lambda: ()
     """Name and metadata of each store of which the dataset consists; the first one's are the dataset's. Empty: of one store."""
     extras: tuple[str, ...] = ()
     """Names of other stored data: patch labels, logits, router tensors."""

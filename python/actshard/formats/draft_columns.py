@@ -36,7 +36,7 @@ class PlaceTable:
     def __init__(self, paths: Sequence[Location]) -> None:
         self._paths = paths
         self._files: list[tuple[Location, int, bool, bool, StoredArray | None]] = []
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[object, int] = {}
 
     def place(self, example: int, part: PlacedTensor, gzipped: bool, offset: int) -> tuple[int, int]:
         """Returns a tensor's file number, and the offset of its rows plus ``offset``, a position within a row in bytes."""

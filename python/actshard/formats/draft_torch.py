@@ -349,7 +349,7 @@ class DraftDataset:
         unread = 0 if self.skips_incomplete else 1
         return np.array([unread if example is None else example.tokens for example in self.examples], np.uint32)
 
-    def columns(self, options: Options) -> tuple[dict[str, Rows], dict[str, list[Any]]]:
+    def columns(self, options: Options) -> tuple[dict[str, Rows], dict[str, list[object]]]:
         """Rows of token ids and masks, and values of files, by name."""
         if self.kept_examples is None:
             return rows_of_columns(self.paths, self.examples, options), values_of_files(self.examples)

@@ -169,7 +169,7 @@ class Format:
         function = self._in_room("begun")
         return [] if function is None else list(function(path))
 
-    def guess(self, path: Path | Location) -> Any:
+    def guess(self, path: Path | Location) -> object:
         """Proposes a description of a folder's files, for formats with :attr:`takes_layout`.
 
         The result has the attributes ``text`` and ``unsure``.

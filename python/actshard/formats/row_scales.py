@@ -119,7 +119,7 @@ class RowLoss:
         """The mean cosine of rows and what is read."""
         return self.cosines / (self.angles << _EXACT) if self.angles else 1.0
 
-    def as_state(self) -> dict[str, Any]:
+    def as_state(self) -> dict[str, object]:
         """Values for the journal."""
         counts = {name: getattr(self, name) for name in ("angles", "saturated", "vanished", "values")}
         largest = {name: getattr(self, name) for name in ("max_abs_error", "max_row_error")}
@@ -219,7 +219,7 @@ class RowScaling:
             return self.width
         return max(1, self.width // (KINDS[self.kind] or self.width))
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Settings that must match when a writer resumes."""
         values = None if self.values is None else base64.b64encode(self.values.astype("<f4").tobytes()).decode()
         return {"scales": self.kind, "scale_values": values, "scale_source": self.source}
@@ -307,7 +307,7 @@ class RowScaling:
         """Begins a new sum of :attr:`fresh`."""
         self.fresh = RowLoss.of(len(self.layers))
 
-    def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
+    def restore(self, states: Sequence[Mapping[str, object]]) -> None:
         """Continues after commits whose errors are these. Raises ValueError, TypeError or LookupError for anything else."""
         self.loss = RowLoss.of(len(self.layers))
         for state in states:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import decimal
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -356,7 +356,7 @@ def _as_json(value: object) -> str | None:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> object:
     """Converts numpy scalars, numpy arrays and tuples to Python numbers and lists, recursively."""
     if isinstance(value, np.generic):
         return value.item()

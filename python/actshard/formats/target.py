@@ -377,7 +377,7 @@ class Target(ABC):
         }
 
     @property
-    def column_options(self) -> dict[str, Any]:
+    def column_options(self) -> dict[str, object]:
         """Options with which rows of one element can be written, to find out what becomes of columns."""
         return self.spec.options
 
@@ -486,7 +486,7 @@ class Target(ABC):
         """Prepares to write examples from ``first``; other tasks write earlier ones. ``state`` is from :meth:`states_at`."""
         self.n = first
 
-    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def together(self, states: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         """States for :meth:`restore`, from the last :meth:`dirty` of each task, in order."""
         return list(states[-1:])
 

@@ -110,7 +110,7 @@ class TorchArchive:
         ArgumentError: a value of another type, or nested too deep.
     """
 
-    def __init__(self, value: Any, root: str = "archive") -> None:
+    def __init__(self, value: object, root: str = "archive") -> None:
         self._root = root
         pickled = _Pickled(value)
         self.tensors = pickled.tensors
@@ -157,14 +157,14 @@ class TorchArchive:
         _put(into, self._end, directory + _tail(len(central), len(directory), self._end))
 
 
-def torch_bytes(value: Any, root: str = "archive") -> bytes:
+def torch_bytes(value: object, root: str = "archive") -> bytes:
     """Returns the bytes that ``torch.save`` writes for a value, with numpy arrays as tensors.
 
     Raises:
         ArgumentError: a value of another type, or values nested too deep.
         UnsupportedError: an array of a dtype that torch lacks.
     """
-    arrays: dict[int, tuple[NewTensor, NDArray[Any]]] = {}
+    arrays: dict[int, tuple[NewTensor, NDArray[np.generic]]] = {}
     archive = TorchArchive(_with_tensors(value, arrays, 0), root)
     buffer = np.zeros(archive.size, np.uint8)
     array_of = {id(tensor): array for tensor, array in arrays.values()}
@@ -174,7 +174,7 @@ def torch_bytes(value: Any, root: str = "archive") -> bytes:
     return buffer.tobytes()
 
 
-def _with_tensors(value: Any, arrays: dict[int, tuple[NewTensor, NDArray[Any]]], depth: int) -> Any:
+def _with_tensors(value: object, arrays: dict[int, tuple[NewTensor, NDArray[np.generic]]], depth: int) -> object:
     """The value with a :class:`NewTensor` for each array."""
     if depth > _DEEPEST:
         raise ArgumentError(f"expected values nested at most {_DEEPEST} deep")
@@ -194,21 +194,21 @@ def _with_tensors(value: Any, arrays: dict[int, tuple[NewTensor, NDArray[Any]]],
 class _Pickled:
     """Opcodes of a value, as Python's pickler emits them, and its tensors in order. Equal strings are stored once."""
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self._out = bytearray(b"\x80\x02")  # PROTO 2
-        self._memo: dict[Any, int] = {}
+        self._memo: dict[object, int] = {}
         self.tensors: list[NewTensor] = []
         self._save(value, 0)
         self._out += b"."  # STOP
         self.bytes = bytes(self._out)
 
-    def _remember(self, key: Any) -> None:
+    def _remember(self, key: object) -> None:
         """BINPUT or LONG_BINPUT: the next number of the memo."""
         number = len(self._memo)
         self._memo[key] = number
         self._out += b"q" + bytes([number]) if number < 256 else b"r" + struct.pack("<I", number)
 
-    def _recall(self, key: Any) -> bool:
+    def _recall(self, key: object) -> bool:
         """BINGET or LONG_BINGET, if the value was stored before."""
         number = self._memo.get(key)
         if number is None:
@@ -216,7 +216,7 @@ class _Pickled:
         self._out += b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
         return True
 
-    def _save(self, value: Any, depth: int) -> None:
+    def _save(self, value: object, depth: int) -> None:
         if depth > _DEEPEST:
             raise ArgumentError(f"expected values nested at most {_DEEPEST} deep")
         kind = type(value)
@@ -258,7 +258,7 @@ class _Pickled:
             self._out += b"c" + name.replace(" ", "\n").encode() + b"\n"
             self._remember(("global", name))
 
-    def _dict(self, value: dict[Any, Any], depth: int) -> None:
+    def _dict(self, value: dict[object, object], depth: int) -> None:
         if self._recall(id(value)):
             return
         if type(value) is OrderedDict:
@@ -280,7 +280,7 @@ class _Pickled:
         self._global("collections OrderedDict")
         self._out += b")R"  # EMPTY_TUPLE, REDUCE
 
-    def _list(self, value: list[Any], depth: int) -> None:
+    def _list(self, value: list[object], depth: int) -> None:
         if self._recall(id(value)):
             return
         self._out += b"]"
@@ -292,7 +292,7 @@ class _Pickled:
                 self._save(entry, depth + 1)
             self._out += b"e" if len(batch) > 1 else b"a"  # APPENDS, APPEND
 
-    def _tuple(self, value: tuple[Any, ...], depth: int) -> None:
+    def _tuple(self, value: tuple[object, ...], depth: int) -> None:
         if value and self._recall(id(value)):
             return
         self._out += b"(" if len(value) > 3 else b""
@@ -300,7 +300,7 @@ class _Pickled:
             self._save(entry, depth + 1)
         self._close(len(value), id(value))
 
-    def _close(self, n: int, key: Any) -> None:
+    def _close(self, n: int, key: object) -> None:
         """The opcode of a tuple of the last n values."""
         self._out += (b")", b"\x85", b"\x86", b"\x87")[n] if n <= 3 else b"t"
         if n:

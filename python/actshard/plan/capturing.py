@@ -15,7 +15,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +51,16 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
 from actshard.plan.verb import Beat, Result
 from actshard.reading.inputs import Input
-from actshard.writing.capturing.arguments import job_of
+from actshard.writing.capturing.arguments import input_settings, model_settings, output_settings, run_settings
 from actshard.writing.capturing.choosing import Chooser, choice_of
-from actshard.writing.capturing.job import CaptureJob, ExampleCounts, warn_of_problems
+from actshard.writing.capturing.job import CaptureJob, ExampleCounts, OutputSettings, warn_of_problems
 from actshard.writing.capturing.records import records_of
 from actshard.writing.capturing.result import Problem
 from actshard.writing.capturing.running import OnNonfinite
 from actshard.writing.capturing.transformers_models import named_tokenizer
 from actshard.writing.converting.segments import balanced
 from actshard.writing.creating import make_target
+from actshard.writing.existing import Fitting
 
 _FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _NAMED = 3
@@ -67,15 +68,15 @@ _NAMED = 3
 
 
 def capture(
-    model: Any,
+    model: object,
     texts: str | os.PathLike[str] | Sequence[os.PathLike[str]],
     path: str | os.PathLike[str],
     format: str = registry.DEFAULT_OF_PARTS,
     *,
     tasks: int = 64,
-    layers: Any = "all",
+    layers: object = "all",
     tokens: str | int | Sequence[int] | Chooser = "all",
-    tokenizer: Any = None,
+    tokenizer: object = None,
     text: str | None = None,
     columns: Sequence[str] | None = None,
     dtype: DTypeLike | None = None,
@@ -87,11 +88,11 @@ def capture(
     on_nonfinite: OnNonfinite = "refuse",
     revision: str | None = None,
     device: str | None = None,
-    model_options: Mapping[str, Any] | None = None,
-    metadata: Mapping[str, Any] | None = None,
+    model_options: Mapping[str, object] | None = None,
+    metadata: Mapping[str, object] | None = None,
     pad: bool = False,
     shard_bytes: int | str | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Mapping[str, object] | None = None,
     exist_ok: bool = False,
     work: str | os.PathLike[str] | None = None,
 ) -> CapturePlan:
@@ -171,17 +172,9 @@ def capture(
         device,
         model_options,
     )
-    job = settings.job(
-        root,
-        format,
-        layers=layers,
-        dtype=dtype,
-        metadata=metadata,
-        pad=pad,
-        shard_bytes=shard_bytes,
-        options=options,
-        device=device if _is_function(settings.model) else None,  # this machine may have another one
-    )
+    output = output_settings(root, format, metadata, options, pad=pad, shard_bytes=shard_bytes, resume=True)
+    # This machine may have another device.
+    job = settings.job(output, layers, dtype, device if _is_function(settings.model) else None)
     plan, target = _make_plan(root, settings, job, tasks, None if work is None else _arguments.local_path(work, "work"))
     refuse_others(plan, target, _arguments.switch(exist_ok, "exist_ok"))
     return plan
@@ -195,7 +188,7 @@ def _make_plan(
     with closing(job):
         creation = job.creation()
         job.refuse_empty(creation)
-        creation |= {"tokens_per_example": job.rows_per_example()}
+        tokens = job.rows_per_example()
         windows = list(job.counts())
     examples = [example for window in windows for example in window]
     rows = np.array([example.rows for example in examples], np.int64)
@@ -205,11 +198,11 @@ def _make_plan(
         tasks,
     )
     bounds = [*firsts, len(examples)]
-    pads = creation.pop("pad")
+    count, parts = len(examples), (0, len(firsts))
     target = make_target(
-        root, job.format, num_examples=len(examples), part=(0, len(firsts)), whole=len(examples), **creation
+        replace(creation, path=root, num_examples=count, tokens_per_example=tokens, part=parts, whole=count)
     )
-    arguments = CaptureArguments(CreateArguments.of(root, target, len(examples), pad=pads), settings, job.identity())
+    arguments = CaptureArguments(CreateArguments.of(root, target, Fitting(job.pad), count), settings, job.identity())
     read = sum(file.size or 0 for file in inputs) * len(firsts)
     predicted, sizes = _predict(arguments, bounds, borders_of(len(examples), target), rows, read)
     plan_tasks = [
@@ -247,34 +240,25 @@ class CaptureSettings:
     on_nonfinite: OnNonfinite
     revision: str | None
     device: str | None
-    model_options: Mapping[str, Any] | None
+    model_options: Mapping[str, object] | None
 
-    def job(self, path: Path, format: str, **others: Any) -> CaptureJob:
-        """The job of a capture to ``path``: loads model, tokenizer and texts.
-
-        ``others``: arguments of the dataset, and the device.
-        """
-        return job_of(
-            import_function(self.model, "model") if _is_function(self.model) else self.model,
-            self.texts,
-            path,
-            format,
-            tokens=_choice_named(self.tokens),
-            tokenizer=_tokenizer_named(self.tokenizer),
-            text=self.text,
-            columns=self.columns,
-            special_tokens=self.special_tokens,
-            max_tokens=self.max_tokens,
-            truncate=self.truncate,
-            batch_tokens=self.batch_tokens,
-            memory=self.memory,
-            on_nonfinite=self.on_nonfinite,
-            resume=True,
-            part=None,
-            revision=self.revision,
-            model_options=self.model_options,
-            progress=None,
-            **others,
+    def job(self, output: OutputSettings, layers: object, dtype: DTypeLike | None, device: str | None) -> CaptureJob:
+        """The job of a capture: loads model, tokenizer and texts."""
+        model = import_function(self.model, "model") if _is_function(self.model) else self.model
+        return CaptureJob(
+            model_settings(model, layers, dtype, self.revision, device, self.model_options),
+            input_settings(
+                self.texts,
+                _choice_named(self.tokens),
+                _tokenizer_named(self.tokenizer),
+                self.text,
+                self.columns,
+                special_tokens=self.special_tokens,
+                max_tokens=self.max_tokens,
+                truncate=self.truncate,
+            ),
+            output,
+            run_settings(self.batch_tokens, self.memory, self.on_nonfinite),
         )
 
 
@@ -324,7 +308,7 @@ def _is_function(name: str) -> bool:
     return _FUNCTION.fullmatch(name) is not None
 
 
-def _model_name(model: Any) -> str:
+def _model_name(model: object) -> str:
     if hasattr(model, "named_modules"):
         raise ArgumentError(
             f"model: expected the name of a model, its folder or a function, which other processes can load, found a loaded "
@@ -333,7 +317,7 @@ def _model_name(model: Any) -> str:
     return _name(model, "model")
 
 
-def _tokenizer_name(tokenizer: Any) -> str | None:
+def _tokenizer_name(tokenizer: object) -> str | None:
     if hasattr(tokenizer, "all_special_ids") or hasattr(tokenizer, "encode_batch"):
         raise ArgumentError(
             "tokenizer: expected a name, a folder or a function, which other processes can load, found a loaded "
@@ -342,7 +326,7 @@ def _tokenizer_name(tokenizer: Any) -> str | None:
     return None if tokenizer is None else _name(tokenizer, "tokenizer")
 
 
-def _name(value: Any, what: str) -> str:
+def _name(value: object, what: str) -> str:
     """An absolute path, a name on the hub, or the name of a function."""
     if not isinstance(value, str | os.PathLike):
         return function_name(value, what)
@@ -362,11 +346,11 @@ def _tokens_name(tokens: str | int | Sequence[int] | Chooser) -> str | tuple[int
     return description if isinstance(description, str) else tuple(description)
 
 
-def _choice_named(tokens: str | tuple[int, ...]) -> Any:
+def _choice_named(tokens: str | tuple[int, ...]) -> object:
     return import_function(tokens, "tokens") if isinstance(tokens, str) and _is_function(tokens) else tokens
 
 
-def _tokenizer_named(name: str | None) -> Any:
+def _tokenizer_named(name: str | None) -> object:
     if name is None:
         return None
     return import_function(name, "tokenizer") if _is_function(name) else named_tokenizer(name)
@@ -416,7 +400,7 @@ class CapturePlan(CreatePlan):
     """A plan of :func:`capture`: tasks are ranges of examples, of about equally many tokens."""
 
     @property
-    def computes(self) -> Mapping[str, Any]:
+    def computes(self) -> Mapping[str, object]:
         """Model, tokenizer, texts and options, as a capture records them. Internal."""
         return self.arguments_as(CaptureArguments).computes
 
@@ -444,17 +428,10 @@ class Capturing(Creating[CaptureJob]):
         """The job, with the loaded model. Raises ChangedInputError if model, tokenizer or texts are not those of the plan."""
         arguments = plan.arguments_as(CaptureArguments)
         creation, settings = arguments.creation, arguments.settings
-        job = settings.job(
-            creation.path,
-            creation.format,
-            layers=creation.layers,
-            dtype=creation.dtype,
-            metadata=None,
-            pad=creation.pad,
-            shard_bytes=creation.shard_bytes,
-            options=None,
-            device=settings.device,
+        output = output_settings(
+            creation.path, creation.format, pad=creation.pad, shard_bytes=creation.shard_bytes, resume=True
         )
+        job = settings.job(output, creation.layers, creation.dtype, settings.device)
         actual = json_values(job.identity())
         for name, expected in arguments.computes.items():
             if actual.get(name) != expected:
@@ -466,7 +443,7 @@ class Capturing(Creating[CaptureJob]):
                 )
         return job
 
-    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, Any]:
+    def run(self, plan: Planned, task: int, folder: Path, tell: Beat) -> dict[str, object]:
         """Computes the task's examples; returns a :class:`CaptureResult` as JSON values."""
         assert isinstance(plan, CapturePlan)
         job = self.opened(plan)

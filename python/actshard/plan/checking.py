@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from actshard.base._schema import Amount, Rule, is_file_text
 from actshard.base.errors import FormatError
@@ -16,8 +16,10 @@ def _is_place(text: str) -> bool:
 
 
 PlaceText = Annotated[str, Rule("an absolute path, or a URL", _is_place)]
-LayoutValue = str | Mapping[str, Any] | None
+LayoutValue = str | Mapping[str, object] | None
 """A description of files; see :func:`actshard.plan.reading.described`."""
+OpenArguments = tuple[str | tuple[str, ...], str | None, LayoutValue]
+"""Path, format and layout, as for :func:`actshard.open`."""
 
 
 class Span(NamedTuple):

@@ -44,9 +44,10 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Apart, Target, environment_time
 from actshard.plan import converting_checks, examples, process
 from actshard.plan.book import RESULT, remove_work_folders, work_folder
+from actshard.plan.checking import OpenArguments
 from actshard.plan.converting_checks import (
     ConvertArguments,
-    TargetSettings,
+    PlannedSettings,
     check_config,
     check_result,
     packed,
@@ -66,6 +67,7 @@ from actshard.writing.converting.planning import (
     OVERFLOW,
     ConversionRequest,
     Loss,
+    SourceSelection,
     check_request,
     columns_for,
     configure_target,
@@ -149,22 +151,20 @@ def convert(
     with boundary(root, "plan a conversion to"):
         about = described(layout, src_format)
         store = source(src, src_format, "pread", layout=about)
-        selected = check_request(
-            store, format, layers=layers, examples=examples, columns=columns, tokens=tokens, pad=pad, truncate=truncate
+        selection = SourceSelection(layers, examples, columns, tokens, pad, truncate)
+        request = check_request(store, format, selection, cast=dtype is not None)
+        settings = PlannedSettings(
+            None if dtype is None else str(_arguments.dtype(dtype)[0]),
+            tokens_per_example,
+            shard_bytes,
+            None if metadata is None else dict(metadata),
+            dict(options),
+            newest(store) if (now := environment_time()) is None else now,
         )
-        request = replace(selected, cast=dtype is not None)
-        sizes: dict[str, Any] = {
-            "dtype": None if dtype is None else str(_arguments.dtype(dtype)[0]),
-            "tokens_per_example": tokens_per_example,
-            "shard_bytes": shard_bytes,
-            "metadata": None if metadata is None else dict(metadata),
-            "options": dict(options),
-            "created": newest(store) if (now := environment_time()) is None else now,
-        }
-        target = configure_target(request, root, **sizes)
+        target = configure_target(request, root, settings)
         refuse_target_within(request, target)
-        target.request = conversion_record(request, overflow, **{k: v for k, v in sizes.items() if k != "created"})
-        plan = _make_plan((_places(src), src_format, about), request, target, sizes, overflow, tasks, root)
+        target.request = conversion_record(request, overflow, settings)
+        plan = _make_plan((_places(src), src_format, about), request, target, settings, overflow, tasks, root)
         if not plan.book.exists() and (dataset_path := complete_at(target, resumes=False)) is not None:
             raise ExistsError(
                 "already contains this dataset, finished. Remove it, or choose another folder.", path=dataset_path
@@ -172,19 +172,19 @@ def convert(
         return plan
 
 
-def _places(src: Any) -> list[str] | str:
+def _places(src: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> tuple[str, ...] | str:
     """The source's absolute paths, because tasks may run in other folders."""
     if isinstance(src, str | os.PathLike):
         text = os.fspath(src)
         return text if _arguments.is_url_elsewhere(text) else str(_arguments.local_path(src, "src"))
-    return [str(path) for part in src for path in [_places(part)]]
+    return tuple(str(_places(part)) for part in src)
 
 
 def _make_plan(
-    open_arguments: tuple[Any, str | None, Any],
+    open_arguments: OpenArguments,
     request: ConversionRequest,
     target: Target,
-    sizes: dict[str, Any],
+    settings: PlannedSettings,
     overflow: str,
     tasks: int,
     root: Path,
@@ -195,7 +195,7 @@ def _make_plan(
     layout.settle(request, target)
     survey(request, target)
     if not request.kind.ragged:
-        sizes["tokens_per_example"] = target.tokens
+        settings = replace(settings, tokens_per_example=target.tokens)
     pairs = tuple(zip(request.layers, request.names, strict=True))
     arguments = ConvertArguments(
         src=open_arguments[0],
@@ -213,7 +213,7 @@ def _make_plan(
         overflow=overflow,
         numbers=columns.numbers,
         fillers=tuple(sorted(columns.fillers)),
-        sizes=TargetSettings(**sizes),
+        sizes=settings,
         config=target.config(),
         request=record.as_dict(),
         losses=tuple((loss.what, loss.detail) for loss in list_losses(request, target, columns)),
@@ -227,7 +227,7 @@ def _make_plan(
         )
     notes += [f"lost: {loss}" for loss in _losses(arguments, target)]
 
-    size = predict(request, target, layout, sizes, overflow)
+    size = predict(request, target, layout, settings, overflow)
     read = conversion_reads(request, plan_tasks, inputs)
     needed = _memory(request, target, columns, plan_tasks, open_arguments, inputs)
     refuse_full(root, size.bytes, size.files + 4 * len(plan_tasks))
@@ -241,7 +241,7 @@ def _memory(
     target: Target,
     columns: Columns,
     tasks: Sequence[Mapping[str, Any]],
-    open_arguments: tuple[object, str | None, object],
+    open_arguments: OpenArguments,
     inputs: Sequence[Input],
 ) -> int:
     """Bytes of memory of a task's process."""
@@ -314,14 +314,16 @@ class _OpenedPlan:
         request = check_request(
             source(src, arguments.src_format, "pread", layout=arguments.layout),
             arguments.format,
-            layers=None if arguments.layers is None else dict(arguments.layers),
-            examples=None if arguments.examples is None else unpacked(arguments.examples),
-            columns=None if arguments.columns is None else dict(arguments.columns),
-            tokens=arguments.tokens,
-            pad=arguments.pad,
-            truncate=arguments.truncate,
+            SourceSelection(
+                None if arguments.layers is None else dict(arguments.layers),
+                None if arguments.examples is None else unpacked(arguments.examples),
+                None if arguments.columns is None else dict(arguments.columns),
+                arguments.tokens,
+                arguments.pad,
+                arguments.truncate,
+            ),
+            cast=arguments.cast,
         )
-        request = replace(request, cast=arguments.cast)
         columns = columns_for(request, _target(plan, request), arguments.numbers, arguments.fillers)
         return cls(request, columns, arguments.overflow)
 
@@ -350,7 +352,7 @@ def _target(plan: Planned, request: ConversionRequest) -> Target:
     """Returns a target with the plan's settings."""
     with _trusting_no_plan(plan):
         arguments = plan.arguments_as(ConvertArguments)
-        target = configure_target(request, arguments.dst, **vars(arguments.sizes))
+        target = configure_target(request, arguments.dst, arguments.sizes)
         config = arguments.config
         check_config(config, target.config(), plan.work)
         target.adopt(config)

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from actshard.base.request import DigestTexts, Request
 from actshard.plan.book import work_folder
 from actshard.plan.checking import LayoutValue, PlaceText, Span, check_spans
 from actshard.plan.data import Planned
-from actshard.writing.converting.planning import OVERFLOW, TOKENS
+from actshard.writing.converting.planning import OVERFLOW, TOKENS, TargetSettings
 
 _PIECE = 1 << 20
 _MOST_EXAMPLES = 1 << 32
@@ -58,14 +58,14 @@ _WrittenFormat = Annotated[str, Rule("a format that can be written", lambda name
 
 
 @dataclass(frozen=True)
-class TargetSettings:
-    """Arguments of :func:`actshard.writing.converting.planning.configure_target`."""
+class PlannedSettings(TargetSettings):
+    """The settings of the target, with the rules for their JSON values."""
 
     dtype: str | None
     tokens_per_example: Amount | None
     shard_bytes: Count | str | None
     metadata: Mapping[str, object] | None
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     created: Amount | None
 
 
@@ -94,8 +94,8 @@ class ConvertArguments:
     truncate: bool
     cast: bool
     overflow: Annotated[str, one_of(OVERFLOW)]
-    sizes: TargetSettings
-    config: dict[str, Any]
+    sizes: PlannedSettings
+    config: dict[str, object]
     request: Mapping[str, object]
     losses: tuple[tuple[AnyText, AnyText], ...]
     fillers: tuple[AnyText, ...]
@@ -109,7 +109,7 @@ class ConvertTask:
 
     examples: Span
     origin: Amount
-    state: Mapping[str, Any]
+    state: Mapping[str, object]
     bytes: Amount
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ class ConvertResult:
 
     examples: Span
     layers: Span | None
-    state: Mapping[str, Any]
+    state: Mapping[str, object]
     fragments: tuple[Annotated[Fragment, Rule("a range of bytes", lambda piece: piece.begin <= piece.end)], ...]
     overflows: Amount
     bytes: Amount

@@ -52,8 +52,8 @@ from actshard.plan.verb import Beat, Opened, Result, Verb
 from actshard.reading.finding import is_finished
 from actshard.writing import Writer
 from actshard.writing.converting.predicting import refuse_full
-from actshard.writing.creating import make_target
-from actshard.writing.existing import check_written, complete_at, creation_record
+from actshard.writing.creating import Creation, make_target
+from actshard.writing.existing import Fitting, check_written, complete_at, creation_record
 from actshard.writing.merging import MergeRequest, run_merge
 from actshard.writing.segment import write_memory
 
@@ -63,7 +63,6 @@ if TYPE_CHECKING:
 Computes = Callable[[Writer, range], object]
 """A function that computes activations. It is called with a writer and the numbers of the examples to append."""
 MOST_TASKS = 99_999
-_FITTING = ("pad", "truncate", "overflow")
 _EVEN = 1.05
 """Tasks start at shard borders only if the largest task has at most this multiple of the mean number of examples."""
 _MOST_LISTED = 1 << 28
@@ -141,26 +140,26 @@ def create(
     check_format(format)
     tasks = _arguments.whole(tasks, "tasks", 1, MOST_TASKS)
     n = _arguments.whole(num_examples, "num_examples", 1, (1 << 62) - 1)
-    settings: dict[str, Any] = {
-        "layers": layers,
-        "d_model": d_model,
-        "dtype": dtype,
-        "metadata": metadata,
-        "tokens_per_example": tokens_per_example,
-        "shard_bytes": shard_bytes,
-        "options": dict(options),
-    }
     parts = min(tasks, n)
-    target = make_target(root, format, num_examples=n, part=(0, parts), whole=n, **settings)
-    arguments = CreateArguments.of(
-        root,
-        target,
-        n,
-        pad=_arguments.switch(pad, "pad"),
-        truncate=_arguments.switch(truncate, "truncate"),
-        overflow=overflow,
-        capture=None if capture is None else function_name(capture, "capture"),
+    target = make_target(
+        Creation(
+            root,
+            format,
+            layers,
+            d_model,
+            dtype,
+            metadata,
+            n,
+            tokens_per_example,
+            shard_bytes,
+            (0, parts),
+            dict(options),
+            whole=n,
+        )
     )
+    fitting = Fitting(_arguments.switch(pad, "pad"), _arguments.switch(truncate, "truncate"), overflow)
+    function = None if capture is None else function_name(capture, "capture")
+    arguments = CreateArguments.of(root, target, fitting, n, function)
     borders = borders_of(n, target)
     bounds = _bounds(n, parts, borders)
     predicted, notes, task_bytes = _predict(arguments, bounds, borders)
@@ -204,11 +203,8 @@ class CreateArguments:
         cls,
         root: Path,
         target: Target,
+        fitting: Fitting,
         num_examples: int,
-        *,
-        pad: bool = False,
-        truncate: bool = False,
-        overflow: _arguments.Overflow = "refuse",
         capture: str | None = None,
     ) -> Self:
         """The arguments of the dataset at ``root``, of which ``target`` is a part."""
@@ -224,11 +220,16 @@ class CreateArguments:
             spec.tokens,
             spec.shard_bytes,
             spec.options,
-            pad,
-            truncate,
-            overflow,
+            fitting.pad,
+            fitting.truncate,
+            fitting.overflow,
             capture,
         )
+
+    @property
+    def fitting(self) -> Fitting:
+        """How examples and values that do not fit are stored."""
+        return Fitting(self.pad, self.truncate, self.overflow)
 
 
 def check_format(format: str) -> None:
@@ -361,15 +362,27 @@ def _estimate(target: Target, count: int, tokens: int) -> tuple[int, int, int]:
 
 def target_of(arguments: CreateArguments, work: Path | None, count: int, part: tuple[int, int] | None) -> Target:
     """The target of ``count`` examples: of a part of a plan with the folder ``work``, or of the whole dataset."""
-    names = ("layers", "d_model", "dtype", "metadata", "tokens_per_example", "shard_bytes", "options")
-    settings = {name: getattr(arguments, name) for name in names}
-    settings |= {"num_examples": count, "part": part, "whole": arguments.num_examples}
-    target = make_target(arguments.path, arguments.format, **settings)
+    target = make_target(
+        Creation(
+            arguments.path,
+            arguments.format,
+            arguments.layers,
+            arguments.d_model,
+            arguments.dtype,
+            arguments.metadata,
+            count,
+            arguments.tokens_per_example,
+            arguments.shard_bytes,
+            part,
+            arguments.options,
+            whole=arguments.num_examples,
+        )
+    )
     target.plan = work
     return target
 
 
-def function_name(function: Any, what: str) -> str:
+def function_name(function: object, what: str) -> str:
     """Returns the name ``module:function`` of the argument ``what``, which other processes can import."""
     if isinstance(function, str):
         module, _, path = function.partition(":")
@@ -387,7 +400,7 @@ def function_name(function: Any, what: str) -> str:
     return f"{module_name}:{name}"
 
 
-def import_function(name: str, what: str) -> Callable[..., Any]:
+def import_function(name: str, what: str) -> Callable[..., object]:
     """Imports the function with a name ``module:function``, the argument ``what``."""
     module, _, path = name.partition(":")
     try:
@@ -400,7 +413,7 @@ def import_function(name: str, what: str) -> Callable[..., Any]:
         ) from error
     if not callable(attribute):
         raise ArgumentError(f"{what}: expected a function, found {type(attribute).__name__} {name!r}")
-    function: Callable[..., Any] = attribute
+    function: Callable[..., object] = attribute
     return function
 
 
@@ -408,7 +421,7 @@ class CreatePlan(Plan):
     """A plan of :func:`create`: tasks are ranges of examples, which your script or ``capture`` computes and writes."""
 
     @property
-    def computes(self) -> Mapping[str, Any] | None:
+    def computes(self) -> Mapping[str, object] | None:
         """What determines the computed values, for the record of the request; None: unknown. Internal."""
         return None
 
@@ -476,9 +489,8 @@ class TaskWriter(Writer):
         self._attempt: Path | None = None
         arguments = plan.creation()
         target = target_of(arguments, plan.work, len(self.examples), (task, len(plan)))
-        fitting = {name: getattr(arguments, name) for name in _FITTING}
-        target.request = creation_record(target, capture=plan.computes, **fitting)
-        super().__init__(target, resume=True, exist_ok=True, **fitting)
+        target.request = creation_record(target, arguments.fitting, plan.computes)
+        super().__init__(target, arguments.fitting, resume=True, exist_ok=True)
 
     @property
     def left(self) -> range:
@@ -640,5 +652,4 @@ def _request(plan: CreatePlan) -> Request:
     """The request for the whole dataset: as if one writer had created it."""
     arguments = plan.creation()
     target = target_of(arguments, None, arguments.num_examples, None)
-    fitting = {name: getattr(arguments, name) for name in _FITTING}
-    return creation_record(target, capture=plan.computes, **fitting).without_part(arguments.num_examples)
+    return creation_record(target, arguments.fitting, plan.computes).without_part(arguments.num_examples)

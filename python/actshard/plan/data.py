@@ -77,7 +77,7 @@ class Planned:
     """
 
     verb: Annotated[str, Rule(f"one of {', '.join(VERBS)}", VERBS.__contains__)]
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, object]
     inputs: tuple[Input, ...]
     tasks: tuple[Mapping[str, Any], ...]
     predicted: Predicted
@@ -99,7 +99,7 @@ class Planned:
         return identity(self.verb, self.arguments, self.inputs, self.tasks)
 
     @cached_property
-    def _typed(self) -> dict[Any, Any]:
+    def _typed(self) -> dict[object, Any]:
         return {}
 
     def arguments_as(self, kind: type[Kind], path: Path | None = None) -> Kind:

@@ -108,9 +108,9 @@ class Plan(Planned):
         return Book(self.work, self.id)
 
     @cached_property
-    def implementation(self) -> Verb[Any]:
+    def implementation(self) -> Verb[object]:
         """The implementation of the plan's verb."""
-        verb: Verb[Any] = _import(VERBS[self.verb])()
+        verb: Verb[object] = _import(VERBS[self.verb])()
         return verb
 
     def mine(self) -> list[int]:
@@ -187,7 +187,7 @@ class Plan(Planned):
                 return None
             raise
 
-    def _run(self, task: int, book: Book) -> dict[str, Any]:
+    def _run(self, task: int, book: Book) -> dict[str, object]:
         began = time.perf_counter()
         self.check_inputs(few=True)
         with book.attempt(task) as folder, boundary(folder, f"run task {task} in"):
@@ -291,7 +291,7 @@ class Plan(Planned):
         verb.after(self)
         return outcome
 
-    def _commit(self, verb: Verb[Any], book: Book) -> object:
+    def _commit(self, verb: Verb[object], book: Book) -> object:
         results, records = [], []
         lacking = []
         for task in range(len(self)):

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -33,6 +33,8 @@ from actshard.writing import create
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from actshard.plan.checking import OpenArguments
 
 UNKNOWN = 140 << 20
 """Bytes if a process cannot be measured: with pyarrow, 78 MiB of private memory and 40 to 70 MiB of libraries (CPython 3.11)."""
@@ -66,7 +68,7 @@ def _format_memory(modules: tuple[str, ...], opened: str | None, written: str | 
 
 def opening(
     store: Store,
-    open_arguments: Sequence[Any],
+    open_arguments: OpenArguments,
     inputs: Sequence[Input],
     *modules: str,
     check: bool = False,
@@ -97,7 +99,7 @@ def opening(
         return _format_memory((*imports, *readers(inputs)), sample_format, write) + tables
     rows = {str(Location.at(file)) for file in store.contents.files()}
     besides = sum(input_file.size or 0 for input_file in inputs if input_file.path not in rows)
-    itself = [] if besides <= _LITTLE else [open_arguments[0]]
+    itself = [] if besides <= _LITTLE else [str(open_arguments[0])]
     ways = [*(["decodes"] if store.layers and store.rows.decodes else []), *(["check"] if check else [])]
     key = (store.format, *sorted(kinds), *imports, *ways, *itself, f"writes {write}")
     if key not in _memory_by_key:
@@ -106,7 +108,7 @@ def opening(
     return _memory_by_key[key] + tables
 
 
-def checking(open_arguments: Sequence[Any], inputs: Sequence[Input], *modules: str) -> int:
+def checking(open_arguments: OpenArguments, inputs: Sequence[Input], *modules: str) -> int:
     """Bytes of memory of a process that imported modules and checked a dataset that cannot be opened or has no layers.
 
     Args:

@@ -152,7 +152,7 @@ class NodeChecks:
         if row and total != task.bytes // row:
             raise result.wrong("rows of all layers", f"{task.bytes // row:,}", total)
 
-    def sums(self, result: Result, group: int, node: Mapping[str, Any]) -> None:
+    def sums(self, result: Result, group: int, node: Mapping[str, object]) -> None:
         """Raises FormatError if the sums of a node contradict each other, or name places that the layer does not have."""
         layer = self.store.layers[group]
         for what, fine in _agreeing(node):

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -78,7 +77,7 @@ _PIECE = 1 << 20
 def tokenize(
     sources: str | os.PathLike[str] | Iterable[object],
     out: str | os.PathLike[str],
-    tokenizer: Any = None,
+    tokenizer: object = None,
     format: FormatBase | Mapping[str, object] | str | None = None,
     *,
     tasks: int = 64,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from actshard.base._arguments import many
 from actshard.base._schema import Amount, AnyText, MismatchError, Rule, is_file_name, one_of
@@ -24,7 +24,7 @@ _Dtypes = Annotated[
     Mapping[str, Annotated[str, one_of((*ID_DTYPES, "float32"))]],
     Rule("names of fields", lambda names: bool(names) and all(map(is_file_name, names))),
 ]
-_Time = Annotated[tuple[Any, ...], Rule("a time of 11 values", lambda now: is_time(list(now)))]
+_Time = Annotated[tuple[object, ...], Rule("a time of 11 values", lambda now: is_time(list(now)))]
 
 
 class SourceFile(NamedTuple):
@@ -73,7 +73,7 @@ class TokenizeArguments:
     out: Path
     sources: tuple[SourceFile, ...]
     tokenizer: TokenizerRecord | None
-    format: Mapping[str, Any]
+    format: Mapping[str, object]
     options: RowSettings
     skip: bool
     layout: Annotated[str, one_of(LAYOUTS)]

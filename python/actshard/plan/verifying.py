@@ -15,9 +15,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actshard import formats
 from actshard.base import _arguments
@@ -28,7 +28,7 @@ from actshard.base.location import Location
 from actshard.base.request import digests_of
 from actshard.formats.report import NOT_OF_DATA, Report
 from actshard.plan import process
-from actshard.plan.checking import ExamplesTask, Span, check_spans
+from actshard.plan.checking import ExamplesTask, OpenArguments, Span, check_spans
 from actshard.plan.data import Planned, Predicted, identity
 from actshard.plan.needs import needs
 from actshard.plan.plan import Plan
@@ -120,7 +120,7 @@ def verify(
 
 def _predict(
     store: Store | None,
-    open_arguments: tuple[object, ...],
+    open_arguments: OpenArguments,
     spans: Sequence[Span],
     wide: Sequence[int],
     inputs: Sequence[Input],
@@ -176,7 +176,7 @@ def _of_records(store: Store, inputs: Sequence[Input]) -> int:
 
 def _opened(
     where: str, format: str | None, layout: str | Mapping[str, object] | None
-) -> tuple[Store, Any, list[int]] | None:
+) -> tuple[Store, NDArray[np.int64], list[int]] | None:
     """Returns the store, its bytes per example, and its layers with several stored types; None if there are no values to check."""
     try:
         store = _store(where, format, layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from numpy.typing import DTypeLike
@@ -36,6 +36,33 @@ if TYPE_CHECKING:
     import numpy as np
 
     from actshard.tokens.cache import TokenCache
+
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class Opening:
+    """How a dataset is opened: the arguments of :func:`open`, in their order."""
+
+    format: str | None
+    io: str
+    decoded_memory: int | str
+    checksums: bool
+    storage_options: Mapping[str, object] | None
+    cache: int | str | os.PathLike[str] | Literal[False] | None
+    layout: str | os.PathLike[str] | Mapping[str, object] | None
+    incomplete: str
+
+    def __post_init__(self) -> None:
+        if not _arguments.is_one_of(self.io, ("auto", "mmap", "pread")):
+            raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {self.io!r}")
+        if not _arguments.is_one_of(self.incomplete, ("error", "skip")):
+            raise ArgumentError(f"incomplete: expected 'error' or 'skip', found {self.incomplete!r:.80}")
+
+    def arguments(self) -> tuple[object, ...]:
+        """The values, for a call of :func:`open_quietly` in another process."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def open(
@@ -88,7 +115,8 @@ def open(
             datasets below it, and what the nearest formats expect.
         FormatError, UnsupportedError, FileAccessError, NotAFileError: the dataset is damaged, too new, or cannot be read.
     """
-    store = open_quietly(path, format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
+    opening = Opening(format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
+    store = _open_within(path, opening)
     for warning in store.warnings:
         warn(f"{store.path}: {warning}", code=warning.code)
     return store
@@ -190,13 +218,15 @@ def open_quietly(
     layout: str | os.PathLike[str] | Mapping[str, object] | None = None,
     incomplete: str = "error",
 ) -> Store:
-    """:func:`open` without warnings, e.g. for workers that reopen their parent's store."""
-    if not _arguments.is_one_of(io, ("auto", "mmap", "pread")):
-        raise ArgumentError(f"io: expected 'auto', 'mmap' or 'pread', found {io!r}")
-    if not _arguments.is_one_of(incomplete, ("error", "skip")):
-        raise ArgumentError(f"incomplete: expected 'error' or 'skip', found {incomplete!r:.80}")
+    """:func:`open` without warnings, e.g. for workers that reopen their parent's store: pickled stores contain its arguments."""
+    return _open_within(
+        path, Opening(format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
+    )
+
+
+def _open_within(path: Paths, opening: Opening) -> Store:
     with boundary(path, "open"):
-        return _opened(path, format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
+        return _opened(path, opening)
 
 
 def token_cache_at(location: Location, format: str | None) -> TokenCache | None:
@@ -215,34 +245,16 @@ def token_cache_at(location: Location, format: str | None) -> TokenCache | None:
     return open_cache(location.place)
 
 
-def _opened(
-    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    format: str | None,
-    io: str,
-    decoded_memory: int | str,
-    checksums: bool,
-    storage_options: Mapping[str, object] | None,
-    cache: int | str | os.PathLike[str] | Literal[False] | None,
-    layout: str | os.PathLike[str] | Mapping[str, object] | None,
-    incomplete: str,
-) -> Store:
-    together = all_existing(path, storage_options, cache) if isinstance(path, list | tuple) else None
+def _opened(path: Paths, opening: Opening) -> Store:
+    format, layout, cache = opening.format, opening.layout, opening.cache
+    together = all_existing(path, opening.storage_options, cache) if isinstance(path, list | tuple) else None
     if together is not None and not _is_one_dataset(together, format):
-        return _concat(
-            [
-                _opened(p, format, io, decoded_memory, checksums, storage_options, cache, layout, incomplete)
-                for p in together
-            ],
-            None,
-            None,
-            None,
-            None,
-        )
+        return _concat([_opened(folder, opening) for folder in together], None, None, None, None)
     if together is not None:
         root = _common(together)
         name = format if format is not None else detect(together[0])
     else:
-        root = existing_anywhere(path, storage_options, cache)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
+        root = existing_anywhere(path, opening.storage_options, cache)  # type: ignore[arg-type]  # lists were handled above; it raises for other sequences
         described = layout is not None and not names_layers(layout)
         place = Place.of(root, formats.described() if described and format is None else format)
         place.check_finished(format, described=described)
@@ -253,17 +265,17 @@ def _opened(
         else:
             root, name = find_in(place)
     _arguments.one_of(name, formats.names(), "format")
-    mode = io if io != "auto" else network_io(root)
+    mode = opening.io if opening.io != "auto" else network_io(root)
     chosen = formats.get(name)
-    check_supported(chosen, layout, incomplete, root)
+    check_supported(chosen, layout, opening.incomplete, root)
     layout = None if layout is None else chosen.read_layout(layout)
     options = Options(
         mode,
-        _arguments.size(decoded_memory, "decoded_memory"),
-        _arguments.switch(checksums, "checksums"),
+        _arguments.size(opening.decoded_memory, "decoded_memory"),
+        _arguments.switch(opening.checksums, "checksums"),
         layout,
         keep=cache is not False,
-        skip_incomplete=incomplete == "skip",
+        skip_incomplete=opening.incomplete == "skip",
     )
     before = _refused(root)
     try:
@@ -276,15 +288,17 @@ def _opened(
         error.path = error.path or root.place  # some errors of the core name no file
         tell(error)
         raise
-    reopened = (together or root, name, io, decoded_memory, checksums, None, False if cache is False else None, layout)
-    store = Store(replace(contents, layout=layout), io=mode, reopen=(open_quietly, (*reopened, incomplete)))
+    again = replace(opening, format=name, storage_options=None, cache=False if cache is False else None, layout=layout)
+    store = Store(
+        replace(contents, layout=layout), io=mode, reopen=(open_quietly, (together or root, *again.arguments()))
+    )
     LOG.info(
         "%s: opened as %s (%s), io=%s (%s): %d examples, layers %s, %s",
         store.path,
         name,
         "given" if format is not None else "detected",
         mode,
-        "given" if io != "auto" else "chosen by file system",
+        "given" if opening.io != "auto" else "chosen by file system",
         store.num_examples,
         short(store.layers),
         store.dtype,

@@ -21,7 +21,7 @@ from actshard.base.logs import LOG
 from actshard.streaming.epochs import Loop, Reader
 from actshard.streaming.readable import Readable
 from actshard.streaming.rescaling import Center, Divide, Normalize, Scale
-from actshard.streaming.row_epochs import RowEpochs, Shuffle
+from actshard.streaming.row_epochs import RowEpochs, RowOrder, Shuffle
 from actshard.streaming.selection import Selection
 
 _UNIT = 4 << 20
@@ -117,12 +117,7 @@ class Stream(RowEpochs[Batch]):
             layer,
             selection,
             (center, scale, divide, normalize),
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
+            RowOrder(shuffle, seed, epoch, drop_last, rank, world_size),
             dtype=dtype,
             memory=memory,
             interleaved=interleave,

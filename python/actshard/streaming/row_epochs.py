@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -20,6 +21,18 @@ B_co = TypeVar("B_co", covariant=True)
 Shuffle = Literal["window", "exact"] | None
 
 
+@dataclass(frozen=True)
+class RowOrder:
+    """The order of an epoch's rows and their division among ranks: arguments of :meth:`Store.stream`, not yet checked."""
+
+    shuffle: Shuffle
+    seed: int
+    epoch: int
+    drop_last: bool
+    rank: int
+    world_size: int
+
+
 class RowEpochs(Epochs[B_co]):
     """Batches of the selected rows of a store's layers.
 
@@ -35,13 +48,8 @@ class RowEpochs(Epochs[B_co]):
         layer: Layer | Sequence[Layer] | Literal["all"],
         selection: Selection,
         rescaling: tuple[Center, Scale, Divide, Normalize],
+        order: RowOrder,
         *,
-        shuffle: Shuffle,
-        seed: int,
-        epoch: int,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
         dtype: DTypeLike | None,
         memory: int | str,
         **options: object,
@@ -51,20 +59,21 @@ class RowEpochs(Epochs[B_co]):
         ``options``: further options of the native stream (:func:`native_options`). One that shuffles gets those of the order by
         ``batch_size``; for others the caller orders the rows.
         """
-        if shuffle is not None and not _arguments.is_one_of(shuffle, ("window", "exact")):
-            raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {shuffle!r}')
+        self.shuffle = order.shuffle
+        if self.shuffle is not None and not _arguments.is_one_of(self.shuffle, ("window", "exact")):
+            raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {self.shuffle!r}')
         self.store = store
         self._layers = layers_of(store, layer)
         groups = [store.group_of(x) for x in self._layers]
-        self.world_size = _arguments.whole(world_size, "world_size", 1, 1 << 32)
-        self.rank = _arguments.whole(rank, "rank", 0, self.world_size - 1)
-        self.seed = _arguments.whole(seed, "seed")
-        self.shuffle, self.drop_last = shuffle, _arguments.switch(drop_last, "drop_last")
+        self.world_size = _arguments.whole(order.world_size, "world_size", 1, 1 << 32)
+        self.rank = _arguments.whole(order.rank, "rank", 0, self.world_size - 1)
+        self.seed = _arguments.whole(order.seed, "seed")
+        self.drop_last = _arguments.switch(order.drop_last, "drop_last")
         self._tokens = selection.tokens
         dtype_and_name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
         self.dtype, name = dtype_and_name
         if "batch_size" in options:
-            options |= {"shuffle": shuffle, "seed": self.seed, "drop_last": self.drop_last}
+            options |= {"shuffle": self.shuffle, "seed": self.seed, "drop_last": self.drop_last}
             options |= {"rank": self.rank, "world_size": self.world_size}
         self._options = native_options(
             groups,
@@ -75,7 +84,7 @@ class RowEpochs(Epochs[B_co]):
             memory=_arguments.size(memory, "memory"),
             **options,
         )
-        super().__init__(_arguments.whole(epoch, "epoch"))
+        super().__init__(_arguments.whole(order.epoch, "epoch"))
         self._check_arguments()
         self._rows, rescaling_options = rows_and_rescaling(store, self._layers, selection, rescaling, self._options)
         self._options |= rescaling_options

@@ -24,7 +24,7 @@ from actshard.streaming.epochs import Loop
 from actshard.streaming.percolumn import BatchColumns
 from actshard.streaming.readable import Readable
 from actshard.streaming.rescaling import Center, Divide, Normalize, Scale
-from actshard.streaming.row_epochs import RowEpochs, Shuffle
+from actshard.streaming.row_epochs import RowEpochs, RowOrder
 from actshard.streaming.selection import Selection
 
 TooLong = Literal["error", "truncate", "split", "drop"]
@@ -110,23 +110,15 @@ class SequenceStream(RowEpochs[SequenceBatch]):
         layer: Layer | Sequence[Layer] | Literal["all"],
         batch_tokens: int,
         selection: Selection,
+        rescaling: tuple[Center, Scale, Divide, Normalize],
+        order: RowOrder,
         *,
-        pack: bool = True,
-        fixed_shape: bool = False,
-        too_long: TooLong = "error",
-        columns: Sequence[str] = (),
-        shuffle: Shuffle = None,
-        seed: int = 0,
-        epoch: int = 0,
-        drop_last: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
-        dtype: DTypeLike | None = None,
-        center: Center = None,
-        scale: Scale = None,
-        divide: Divide = None,
-        normalize: Normalize = None,
-        memory: int | str = "1GiB",
+        pack: bool,
+        fixed_shape: bool,
+        too_long: TooLong,
+        columns: Sequence[str],
+        dtype: DTypeLike | None,
+        memory: int | str,
     ) -> None:
         self.batch_tokens = _arguments.whole(batch_tokens, "batch_tokens", 1, (1 << 31) - 1)
         self.pack = _arguments.switch(pack, "pack")
@@ -141,20 +133,7 @@ class SequenceStream(RowEpochs[SequenceBatch]):
             raise ArgumentError(f'too_long: expected "error", "truncate", "split" or "drop", found {too_long!r}')
         self.too_long: TooLong = too_long
         self._columns = BatchColumns(store, columns)
-        super().__init__(
-            store,
-            layer,
-            selection,
-            (center, scale, divide, normalize),
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
-            dtype=dtype,
-            memory=memory,
-        )
+        super().__init__(store, layer, selection, rescaling, order, dtype=dtype, memory=memory)
         before = self._native.before()
         self._cut(np.diff(before))
         self.left_out |= self._rows.left_out

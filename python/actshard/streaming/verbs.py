@@ -13,7 +13,7 @@ from actshard.streaming.normalizer import Normalizer
 from actshard.streaming.norms import Limit
 from actshard.streaming.readable import Readable
 from actshard.streaming.rescaling import Center, Divide, Normalize, Scale, normalizer
-from actshard.streaming.row_epochs import Shuffle
+from actshard.streaming.row_epochs import RowOrder, Shuffle
 from actshard.streaming.selection import Mask, Selection, Tokens
 from actshard.streaming.sequences import SequenceStream, TooLong
 
@@ -212,21 +212,13 @@ class StreamVerbs:
             layer,
             batch_tokens,
             Selection(tokens, ignore_labels, keep, max_norm, min_token),
+            (center, scale, divide, normalize),
+            RowOrder(shuffle, seed, epoch, drop_last, rank, world_size),
             pack=pack,
             fixed_shape=fixed_shape,
             too_long=too_long,
             columns=columns,
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
             dtype=dtype,
-            center=center,
-            scale=scale,
-            divide=divide,
-            normalize=normalize,
             memory=memory,
         )
 

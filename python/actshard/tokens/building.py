@@ -417,7 +417,7 @@ class Build:
                 done(part)
             return
 
-        def heard(part: _BuildPart, message: Mapping[str, Any]) -> bool:
+        def heard(part: _BuildPart, message: Mapping[str, object]) -> bool:
             if "error" in message:
                 raise errors.from_plain(dict(message))
             if "done" in message:

@@ -219,7 +219,7 @@ class TokenCache:
             )
         return field
 
-    def dtype(self, name: str) -> np.dtype[Any]:
+    def dtype(self, name: str) -> np.dtype[np.generic]:
         """The stored dtype of a field."""
         return self.field(name).descr
 
@@ -353,7 +353,7 @@ class JaggedView:
         return self._field.row(row)
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         """The stored dtype."""
         return self._field.descr
 

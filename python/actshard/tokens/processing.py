@@ -143,7 +143,7 @@ class Processor(ABC):
         elements = {name: self._joined(values, self.fields[name]) for name, values in flat.items()}
         return RowsOfBatch(elements, {name: np.array(n, np.int64) for name, n in lengths.items()}, problems)
 
-    def _joined(self, values: list[NDArray[np.generic]], dtype: np.dtype[Any]) -> NDArray[np.generic]:
+    def _joined(self, values: list[NDArray[np.generic]], dtype: np.dtype[np.generic]) -> NDArray[np.generic]:
         if not values:
             return np.empty(0, dtype)
         return self._cast(np.concatenate(values), dtype)

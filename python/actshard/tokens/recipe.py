@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -48,7 +47,7 @@ class Recipe:
     sources: Sequence[AnySource]
     format: RowFormat
     tokenizer: str | None
-    options: Mapping[str, Any]
+    options: Mapping[str, object]
     skip: bool
     layout: str
     storage: str

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +84,7 @@ class Task:
     storage: str
     skip: bool
     read_soon: bool
-    now: tuple[Any, ...] | None = None
+    now: tuple[object, ...] | None = None
 
     @classmethod
     def of_shard(
@@ -256,9 +256,9 @@ def _encoded_ahead(
 class RowSetup:
     """How to make rows: the format, the tokenizer and the options, as JSON values for another process."""
 
-    format: Mapping[str, Any]
-    tokenizer: Mapping[str, Any] | None
-    options: Mapping[str, Any]
+    format: Mapping[str, object]
+    tokenizer: Mapping[str, object] | None
+    options: Mapping[str, object]
 
     @classmethod
     def of(cls, format: formats.RowFormat, tokenizer: Tokenizer | None, options: Mapping[str, object]) -> RowSetup:

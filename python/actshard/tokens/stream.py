@@ -257,7 +257,7 @@ class TokenStream(Epochs[Any]):
             self._epoch_order = (epoch, order)
         return order
 
-    def _read(self, epoch: int, batch: int) -> Any:
+    def _read(self, epoch: int, batch: int) -> object:
         return self.dataset.get_batch(self.indices(batch, epoch))
 
     def _count(self) -> int | None:
@@ -323,7 +323,7 @@ class _TokenLoop(Loop[Any]):
         )
         return ReadAhead(lambda batch: stream._read(epoch, batch), batch_numbers, stream._ahead)
 
-    def _made(self, batch: Any) -> Any:
+    def _made(self, batch: object) -> object:
         return batch
 
 
@@ -383,7 +383,7 @@ def _before(recipe: DatasetRecipe, position: int) -> DatasetRecipe:
     return {**recipe, "stages": short_digest(stages), "datasets": datasets}
 
 
-def arrays(batch: Any) -> dict[str, NDArray[Any]]:
+def arrays(batch: Any) -> dict[str, NDArray[np.generic]]:
     """The arrays of a batch, by name. A bare array is named ``tokens``."""
     if isinstance(batch, np.ndarray):
         return {"tokens": batch}

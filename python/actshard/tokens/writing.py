@@ -86,7 +86,11 @@ class FieldWriters:
         }
 
     def append(
-        self, name: str, elements: NDArray[Any], lengths: NDArray[np.int64], shapes: NDArray[np.int64] = _NO_SHAPES
+        self,
+        name: str,
+        elements: NDArray[np.generic],
+        lengths: NDArray[np.int64],
+        shapes: NDArray[np.int64] = _NO_SHAPES,
     ) -> None:
         """Appends rows to a field: ``elements`` concatenated over rows, and the number of elements of each row."""
         flat = np.ascontiguousarray(elements, self.fields[name]).reshape(-1).view(np.uint8)
@@ -359,7 +363,7 @@ class CacheWriter:
         except (TypeError, ValueError, OverflowError) as error:
             raise ArgumentError(f"{what}: expected an array of numbers: {error}") from error
 
-    def _cast(self, values: NDArray[Any], name: str) -> NDArray[np.generic]:
+    def _cast(self, values: NDArray[np.generic], name: str) -> NDArray[np.generic]:
         dtype = self._fields[name]
         if values.dtype == dtype or not values.size:
             return values.astype(dtype, copy=False)

@@ -152,7 +152,7 @@ class IterableDataset(data.IterableDataset):
         stream.set_epoch(epoch)
         return self._read(position, first, every)
 
-    def _read(self, position: dict[str, int], first: int, every: int) -> Iterator[dict[str, Any]]:
+    def _read(self, position: dict[str, int], first: int, every: int) -> Iterator[dict[str, object]]:
         # A worker's batches are sent by a thread while the loop reads the next ones.
         copies = self.stream.reuses and data.get_worker_info() is not None
         for batch in self.stream.batches_from(position["next"], every):
@@ -227,7 +227,7 @@ _PASSES = 8
 class _Items(list[dict[str, Any]]):
     """Items that are views of one batch, with that batch."""
 
-    batch: dict[str, Any]
+    batch: dict[str, object]
 
 
 class Dataset(data.Dataset):

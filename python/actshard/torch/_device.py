@@ -103,7 +103,7 @@ class HostSlot:
     rows: Any = None
     others: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def hold(self, batch: Any, backend: CopyBackend) -> Tensors:
+    def hold(self, batch: object, backend: CopyBackend) -> Tensors:
         """The batch as tensors in pinned memory."""
         pinned_batch: Tensors = {}
         for name, value in tensors(batch).items():
@@ -182,7 +182,7 @@ class DeviceStream:
         """The stream's position behind the last batch that was handed out, as :meth:`Stream.state_dict` returns it."""
         return self.stream.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, object]) -> None:
         """Continues the stream at a saved state."""
         self.stream.load_state_dict(state)
 

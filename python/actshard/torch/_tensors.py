@@ -41,7 +41,7 @@ def tensor(array: NDArray[np.generic]) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def tensors(batch: Any, *, copy: bool = False) -> dict[str, Any]:
+def tensors(batch: object, *, copy: bool = False) -> dict[str, Any]:
     """Returns a batch as a dict of tensors that share its memory; with ``copy`` the activations are a copy.
 
     Keys for activations: activations, examples, tokens, layers (a list, if the names are texts), labels if the dataset has

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Unpack
 
 import numpy as np
@@ -20,10 +20,9 @@ from actshard.base.layers import Layer, checked, is_one, several, short
 from actshard.base.work import PARTS
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import Spec, Target
-from actshard.writing.existing import creation_record
+from actshard.writing.existing import Fitting, creation_record
 from actshard.writing.writer import Writer
 
-_NO_OPTIONS: Mapping[str, object] = MappingProxyType({})
 _AROUND = 10
 """Levels of nesting in which a metadata file may place the user's values."""
 
@@ -33,26 +32,31 @@ def part_folder(path: Path, part: int, parts: int) -> Path:
     return path / PARTS / f"part-{part:05}-of-{parts:05}"
 
 
-def make_target(
-    path: str | os.PathLike[str],
-    format: str,
-    *,
-    layers: Sequence[Layer],
-    d_model: int,
-    dtype: DTypeLike | None,
-    metadata: Mapping[str, object] | None,
-    num_examples: int | None,
-    tokens_per_example: int | None,
-    shard_bytes: int | str | None,
-    part: tuple[int, int] | None,
-    options: Mapping[str, object],
-    created: int | None = None,
-    whole: int | None = None,
-) -> Target:
-    """Checks the arguments of :func:`create` and returns the format's target. ``created``, ``whole``: see :class:`Spec`."""
-    _arguments.one_of(format, formats.written(), "format")
-    root = _arguments.local_path(path)
-    metadata, options = _with_model(format, metadata, options)
+@dataclass(frozen=True)
+class Creation:
+    """A dataset to write: arguments of :func:`create`, not yet checked. ``created``, ``whole``: see :class:`Spec`."""
+
+    path: str | os.PathLike[str]
+    format: str
+    layers: Sequence[Layer]
+    d_model: int
+    dtype: DTypeLike | None = None
+    metadata: Mapping[str, object] | None = None
+    num_examples: int | None = None
+    tokens_per_example: int | None = None
+    shard_bytes: int | str | None = None
+    part: tuple[int, int] | None = None
+    options: Mapping[str, object] = field(default_factory=dict)
+    created: int | None = None
+    whole: int | None = None
+
+
+def make_target(creation: Creation) -> Target:
+    """Checks the arguments of :func:`create` and returns the format's target."""
+    _arguments.one_of(creation.format, formats.written(), "format")
+    root = _arguments.local_path(creation.path)
+    metadata, options = _with_model(creation.format, creation.metadata, creation.options)
+    format, layers, part, shard_bytes = creation.format, creation.layers, creation.part, creation.shard_bytes
     plain: dict[str, dict[str, object]] = {}
     for name, mapping in (("metadata", {} if metadata is None else metadata), ("options", options)):
         try:
@@ -72,11 +76,8 @@ def make_target(
             f"Number them: convert(layers={{{text!r}: 0{', ...' if len(names) > 1 else ''}}}), "
             f"create(layers={short(range(len(names)))})"
         )
-    for name, value in (
-        ("d_model", d_model),
-        ("num_examples", num_examples),
-        ("tokens_per_example", tokens_per_example),
-    ):
+    for name in ("d_model", "num_examples", "tokens_per_example"):
+        value: object = getattr(creation, name)
         if value is None and name != "d_model":
             continue
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
@@ -92,16 +93,16 @@ def make_target(
     spec = Spec(
         path=root,
         layers=names,
-        d_model=int(d_model),
-        dtype=None if dtype is None else _arguments.dtype(dtype)[0],
+        d_model=int(creation.d_model),
+        dtype=None if creation.dtype is None else _arguments.dtype(creation.dtype)[0],
         metadata=plain["metadata"],
-        num_examples=None if num_examples is None else int(num_examples),
-        tokens=None if tokens_per_example is None else int(tokens_per_example),
+        num_examples=None if creation.num_examples is None else int(creation.num_examples),
+        tokens=None if creation.tokens_per_example is None else int(creation.tokens_per_example),
         shard_bytes=None if shard_bytes is None else max(1, _arguments.size(shard_bytes, "shard_bytes")),
         part=part,
-        whole=whole,
+        whole=creation.whole,
         options=plain["options"],
-        created=created,
+        created=creation.created,
     )
     return formats.get(format).target()(spec)
 
@@ -131,7 +132,7 @@ def _as_json(value: dict[str, object]) -> dict[str, object]:
     parsed: Any = parse_json(text, "metadata")
     for _ in range(_AROUND):
         (parsed,) = parsed
-    restored: dict[str, Any] = parsed
+    restored: dict[str, object] = parsed
     return restored
 
 
@@ -203,89 +204,59 @@ def create(
         FormatError: ``path`` contains a saev folder whose metadata do not match its hash.
     """
     return open_writer(
-        path,
-        format,
-        layers=layers,
-        d_model=d_model,
-        dtype=dtype,
-        metadata=metadata,
-        num_examples=num_examples,
-        tokens_per_example=tokens_per_example,
-        pad=pad,
-        truncate=truncate,
-        overflow=overflow,
-        shard_bytes=shard_bytes,
-        part=part,
+        Creation(
+            path,
+            format,
+            layers,
+            d_model,
+            dtype,
+            metadata,
+            num_examples,
+            tokens_per_example,
+            shard_bytes,
+            part,
+            dict(options),
+        ),
+        Fitting(pad, truncate, overflow),
         resume=resume,
         exist_ok=exist_ok,
         storage_options=storage_options,
         scratch=scratch,
-        options=options,
     )
 
 
 def open_writer(
-    path: str | os.PathLike[str],
-    format: str,
+    creation: Creation,
+    fitting: Fitting,
     *,
-    layers: Sequence[Layer],
-    d_model: int,
-    dtype: DTypeLike | None = None,
-    metadata: Mapping[str, object] | None = None,
-    num_examples: int | None = None,
-    tokens_per_example: int | None = None,
-    pad: bool = False,
-    truncate: bool = False,
-    overflow: _arguments.Overflow = "refuse",
-    shard_bytes: int | str | None = None,
-    part: tuple[int, int] | None = None,
     resume: bool = False,
     exist_ok: bool = False,
     storage_options: Mapping[str, object] | None = None,
     scratch: str | os.PathLike[str] | None = None,
-    options: Mapping[str, object] = _NO_OPTIONS,
     capture: Mapping[str, object] | None = None,
 ) -> Writer:
     """:func:`create`, with the arguments of the verb that computes the rows as part of the request: ``capture``."""
-    if not _arguments.is_one_of(overflow, ("refuse", "allow")):
-        raise ArgumentError(f'overflow: expected "refuse" or "allow", found {overflow!r}')
+    if not _arguments.is_one_of(fitting.overflow, ("refuse", "allow")):
+        raise ArgumentError(f'overflow: expected "refuse" or "allow", found {fitting.overflow!r}')
     far = None
-    if _arguments.is_url_elsewhere(path):
+    if _arguments.is_url_elsewhere(creation.path):
         from actshard.writing.pushing.scratch import Scratch  # only if it is used
 
-        if part is not None:
+        if creation.part is not None:
             raise ArgumentError(
                 "part: parts are written to local folders, merged there, and uploaded with actshard.push"
             )
-        far = Scratch(path, storage_options, scratch, f"create {format}")
-        path = far.folder
+        far = Scratch(creation.path, storage_options, scratch, f"create {creation.format}")
+        creation = replace(creation, path=far.folder)
     else:
         for name, value in (("scratch", scratch), ("storage_options", storage_options)):
             if value is not None:
                 raise ArgumentError(f"{name}: expected a URL as path to use it for, found a local path")
-    target = make_target(
-        path,
-        format,
-        layers=layers,
-        d_model=d_model,
-        dtype=dtype,
-        metadata=metadata,
-        num_examples=num_examples,
-        tokens_per_example=tokens_per_example,
-        shard_bytes=shard_bytes,
-        part=part,
-        options=options,
-    )
-    fitting: dict[str, Any] = {
-        "pad": _arguments.switch(pad, "pad"),
-        "truncate": _arguments.switch(truncate, "truncate"),
-        "overflow": overflow,
-    }
-    target.request = creation_record(target, capture=capture, **fitting)
-    settings = fitting | {
-        "resume": _arguments.switch(resume, "resume"),
-        "exist_ok": _arguments.switch(exist_ok, "exist_ok"),
-    }
+    target = make_target(creation)
+    pad, truncate = _arguments.switch(fitting.pad, "pad"), _arguments.switch(fitting.truncate, "truncate")
+    fitting = Fitting(pad, truncate, fitting.overflow)
+    target.request = creation_record(target, fitting, capture)
+    resume, exist_ok = _arguments.switch(resume, "resume"), _arguments.switch(exist_ok, "exist_ok")
     texts = [name for name, read in target.reading.items() if name != read and str(name) == read]
     if texts and capture is None:
         warn(
@@ -295,5 +266,5 @@ def open_writer(
     if far is not None:
         from actshard.writing.uploading import UploadingWriter
 
-        return UploadingWriter(target, far, **settings)
-    return Writer(target, **settings)
+        return UploadingWriter(target, fitting, far, resume=resume, exist_ok=exist_ok)
+    return Writer(target, fitting, resume=resume, exist_ok=exist_ok)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from actshard import formats
-from actshard.base._arguments import name_of
+from actshard.base._arguments import Overflow, name_of
 from actshard.base._json import Fields, read_json
 from actshard.base.errors import ExistsError
 from actshard.base.location import Location
@@ -73,9 +74,16 @@ def _refuse_around(root: Path, target: Target) -> None:
         refuse_in_the_way(root, merger.makes)
 
 
-def creation_record(
-    target: Target, *, pad: bool, truncate: bool, overflow: str, capture: Mapping[str, object] | None = None
-) -> Request:
+@dataclass(frozen=True)
+class Fitting:
+    """How a writer stores examples and values that do not fit: arguments of :func:`actshard.create`."""
+
+    pad: bool = False
+    truncate: bool = False
+    overflow: Overflow = "refuse"
+
+
+def creation_record(target: Target, fitting: Fitting, capture: Mapping[str, object] | None = None) -> Request:
     """The record of the request of :func:`actshard.create`, or of a part. The number of examples is a fact of the result.
 
     ``capture``: the arguments of :func:`actshard.capture`, which are compared before those of the files.
@@ -90,9 +98,9 @@ def creation_record(
         "tokens_per_example": spec.tokens,
         "shard_bytes": spec.shard_bytes,
         "part": None if spec.part is None else list(spec.part),
-        "pad": pad,
-        "truncate": truncate,
-        "overflow": overflow,
+        "pad": fitting.pad,
+        "truncate": fitting.truncate,
+        "overflow": fitting.overflow,
         "options": {name: value for name, value in spec.options.items() if value is not None},
     }
     return Request.of("create", arguments)

@@ -220,7 +220,7 @@ def _element_type(field: pa.Field) -> dict[bytes, bytes] | None:
     return None if name is None else {b"dtype": name}
 
 
-def _column(name: str, values: Any, n: int, examples: GivenExamples | None = None) -> tuple[pa.Field, pa.Array]:
+def _column(name: str, values: object, n: int, examples: GivenExamples | None = None) -> tuple[pa.Field, pa.Array]:
     """Converts a column to Arrow. Rows of a (batch, tokens) array lose their padding."""
     import pyarrow as pa
 
@@ -323,7 +323,9 @@ _EXACT = ({str}, {int}, {float}, {bool}, {bytes})
 """Types of Python of which a column, if it has one only, is stored exactly or not at all."""
 
 
-def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedArray) -> tuple[object, object] | None:
+def _change(
+    values: Sequence[Any] | NDArray[np.generic], column: pa.Array | pa.ChunkedArray
+) -> tuple[object, object] | None:
     """The first value that Arrow changed, and the stored one; None if all are equal. Arrow infers types from the first values."""
     import pyarrow as pa
 
@@ -373,7 +375,7 @@ def _change(values: Sequence[Any] | NDArray[Any], column: pa.Array | pa.ChunkedA
     return next((pair for pair in zip(values, stored, strict=True) if not _is_equal(*pair)), None)
 
 
-def _is_equal(value: Any, stored: Any) -> bool:
+def _is_equal(value: object, stored: Any) -> bool:
     """Whether a stored scalar equals that which was passed, and True is not 1, nor a date a time of day."""
     if value is None or stored is None:
         counterpart = stored if value is None else value

@@ -9,7 +9,7 @@ from actshard.base.errors import ExistsError, MissingFileError, UnknownFormatErr
 from actshard.base.location import Location
 from actshard.formats.target import Target
 from actshard.reading.finding import check_finished, find
-from actshard.writing.existing import check_same
+from actshard.writing.existing import Fitting, check_same
 from actshard.writing.pushing.scratch import Scratch
 from actshard.writing.writer import Writer
 
@@ -20,17 +20,16 @@ class UploadingWriter(Writer):
     If the upload of a finished dataset failed, resuming uploads it.
     """
 
-    def __init__(self, target: Target, scratch: Scratch, **settings: Any) -> None:
+    def __init__(self, target: Target, fitting: Fitting, scratch: Scratch, *, resume: bool, exist_ok: bool) -> None:
         self._scratch = scratch
-        self._settings = settings
         self._uploaded = False
         self._local = target.root
-        super().__init__(target, **settings)
+        super().__init__(target, fitting, resume=resume, exist_ok=exist_ok)
         self._upload()
 
     def _begin(self, resume: bool) -> None:
         scratch = self._scratch
-        existing = _find_finished(self._target, scratch, self._settings)
+        existing = _find_finished(self._target, scratch, resume, self._exist_ok)
         if existing is not None:
             self._appended = check_same(self._target, existing.place)
             self._local = scratch.folder.joinpath(existing.relative_to(scratch.root))
@@ -79,15 +78,15 @@ class UploadingWriter(Writer):
             self._uploaded = True
 
 
-def _find_finished(target: Target, scratch: Scratch, settings: dict[str, Any]) -> Location | None:
+def _find_finished(target: Target, scratch: Scratch, resume: bool, exist_ok: bool) -> Location | None:
     """The finished dataset at the destination, if this call accepts it and has no scratch folder to continue; else None.
 
     Raises:
         ExistsError: the destination contains other objects, and neither ``resume`` nor ``exist_ok`` is given.
         UnfinishedError: the destination contains an unfinished upload, whose scratch folder is not on this machine.
     """
-    scratch.check_free(settings["resume"], settings["exist_ok"])
-    if scratch.has_work or not (settings["resume"] or settings["exist_ok"]):
+    scratch.check_free(resume, exist_ok)
+    if scratch.has_work or not exist_ok:
         return None
     try:
         if not scratch.root.exists():

@@ -28,7 +28,7 @@ from actshard.base.work import Journal, tidy
 from actshard.formats.tables import concatenated
 from actshard.formats.target import Block, Target
 from actshard.writing.columns import Fitted
-from actshard.writing.existing import check_same, complete_at
+from actshard.writing.existing import Fitting, check_same, complete_at
 from actshard.writing.given import GivenExamples, overflows, table_of
 from actshard.writing.sink import Sink
 
@@ -51,12 +51,10 @@ class Writer:
         complete: whether the dataset is finished; True from the start if it existed already (``exist_ok``).
     """
 
-    def __init__(
-        self, target: Target, *, resume: bool, exist_ok: bool, pad: bool, truncate: bool, overflow: str = "refuse"
-    ) -> None:
+    def __init__(self, target: Target, fitting: Fitting, *, resume: bool, exist_ok: bool) -> None:
         self.format = target.format
         self._target = target
-        self._pad, self._truncate, self._overflow = pad, truncate, overflow
+        self._fitting = fitting
         self._exist_ok = exist_ok or resume
         self._in_call = threading.Lock()
         self.complete = False
@@ -241,7 +239,11 @@ class Writer:
             )
         if not target.ragged or target.tokens is not None:
             target.take_tokens(
-                int(tokens.max()) if self._pad else int(tokens.min()) if self._truncate else int(tokens[0])
+                int(tokens.max())
+                if self._fitting.pad
+                else int(tokens.min())
+                if self._fitting.truncate
+                else int(tokens[0])
             )
             tokens = self._fit_lengths(tokens)
         else:
@@ -251,7 +253,7 @@ class Writer:
         tokens = self._cut(tokens)
         dtype = target.take_dtype(examples.dtype)
         fitted = sink.columns.fit(table, self._appended, len(examples), alike=True)
-        if self._overflow == "refuse" and examples.dtype != dtype:
+        if self._fitting.overflow == "refuse" and examples.dtype != dtype:
             self._refuse_overflow(examples, np.minimum(examples.tokens, tokens), dtype)
         return tokens, dtype, fitted
 
@@ -260,7 +262,7 @@ class Writer:
         most = self._target.most_tokens
         if most is None or (tokens <= most[0]).all():
             return tokens
-        if not self._truncate:
+        if not self._fitting.truncate:
             i = int(np.flatnonzero(tokens > most[0])[0])
             raise ArgumentError(
                 f"example {self._appended + i} has {many(tokens[i], 'token')}, {most[1]}. truncate=True to create() cuts "
@@ -325,10 +327,10 @@ class Writer:
         target_tokens = self._target.tokens
         assert target_tokens is not None
         for bad, allowed, what in (
-            (tokens < target_tokens, self._pad, "pad=True to create() pads shorter ones with zeros"),
+            (tokens < target_tokens, self._fitting.pad, "pad=True to create() pads shorter ones with zeros"),
             (
                 tokens > target_tokens,
-                self._truncate,
+                self._fitting.truncate,
                 "truncate=True to create() cuts longer ones, tokens_per_example= with pad=True makes room for them",
             ),
         ):

@@ -46,7 +46,7 @@ class Commit:
 
     examples: int
     table: pa.Table
-    state: dict[str, Any]
+    state: dict[str, object]
     overflows: int
     digests: Digests
     files: list[str]
@@ -59,7 +59,7 @@ class Journal:
         self.folder = root / FOLDER
         self.path = self.folder / JOURNAL
         self.lock = Lock(self.folder)
-        self.config: dict[str, Any] = {}
+        self.config: dict[str, object] = {}
         self.request: Request | None = None
         """The request; None until the journal is begun or read."""
         self.commits: list[dict[str, Any]] = []

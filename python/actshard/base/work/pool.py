@@ -17,13 +17,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from actshard.base.work import children
 
 ORPHANED = 5
 """Exit status of a worker whose driver ended before its orders were done."""
-WorkerMessage = Mapping[str, Any]
+WorkerMessage = Mapping[str, object]
 T = TypeVar("T")
 
 

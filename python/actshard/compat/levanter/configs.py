@@ -187,7 +187,7 @@ def build_lm_dataset_cache(
     cache_dir: str | os.PathLike[str],
     source: Any,
     format: Any,
-    tokenizer: Any,
+    tokenizer: object,
     options: object = None,
     enforce_eos: bool = True,
 ) -> TreeCache:

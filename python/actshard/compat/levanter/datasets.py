@@ -134,7 +134,7 @@ class TreeCache(Dataset):
         self.ledger = cache.ledger
 
     @staticmethod
-    def load(cache_dir: str | os.PathLike[str], exemplar: Any = None, options: Any = None) -> TreeCache:
+    def load(cache_dir: str | os.PathLike[str], exemplar: object = None, options: object = None) -> TreeCache:
         """Opens a finished cache. ``exemplar`` and ``options`` are ignored: dtypes come from the files."""
         return TreeCache(open_cache(cache_dir))
 
@@ -363,5 +363,5 @@ class PrebuiltLmDataset(Examples):
 class Prepared(Examples):
     """Examples of an existing dataset."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: object) -> None:
         self.dataset = dataset

@@ -96,7 +96,7 @@ class OfflineEagle3Dataset(data.Dataset):
         read = self._examples.read(self._order[np.asarray(indices, np.int64)].tolist(), self.max_len)
         return [self._made(raw_eagle3(sample)) for sample in read]
 
-    def _made(self, raw: _Sample) -> Any:
+    def _made(self, raw: _Sample) -> object:
         if self.use_usp_preprocess:
             from specforge.data.preprocessing import OfflineEagle3Dataset as Original
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -180,7 +179,7 @@ def _bytes(records: NDArray[np.void], rank: int, manifest: Manifest) -> NDArray[
 
 def _expected(
     records: NDArray[np.void], first: int, rank: int, manifest: Manifest, sizes: list[int]
-) -> Iterator[tuple[str, NDArray[np.bool_], Any, str]]:
+) -> Iterator[tuple[str, NDArray[np.bool_], NDArray[np.generic] | str, str]]:
     """Per field of the records: its name, which values are correct, the expected values, the code of a finding."""
     numbers = np.arange(first, first + len(records), dtype=np.uint64)
     yield "sample_id", records["sample_id"] == numbers, numbers, "duplicate-sample"

@@ -26,7 +26,7 @@ def check(root: Location, report: Report, tell: Tell) -> None:
                 pass
     splits = directory.info.get("splits")
     split = directory.state.value.get("_split")
-    declared: Any = splits.get(split) if isinstance(splits, dict) else None
+    declared: object = splits.get(split) if isinstance(splits, dict) else None
     n = declared.get("num_examples") if isinstance(declared, dict) else None
     if type(n) is int and n != directory.num_examples:
         field = f"field 'splits.{split}.num_examples'"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from actshard.formats.carrying import Carrying, without_files
 from actshard.formats.hf_arrow.write import FILE_FIELDS, TEXT_FIELDS
@@ -22,16 +22,16 @@ class HfArrowCarrying(Carrying):
 
     model_key: ClassVar[str | None] = "model"
 
-    def metadata_kept(self, contents: Contents) -> dict[str, Any]:
+    def metadata_kept(self, contents: Contents) -> dict[str, object]:
         return _about(without_files(contents.metadata))
 
     def metadata_again(
-        self, metadata: Mapping[str, Any], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
         fields = _about(metadata)
         return {k: v for k, v in fields.items() if k not in TEXT_FIELDS or isinstance(v, str)}, {}
 
 
-def _about(metadata: Mapping[str, Any]) -> dict[str, Any]:
+def _about(metadata: Mapping[str, object]) -> dict[str, object]:
     omitted_fields = (*_OF_STATE, *FILE_FIELDS)
     return {k: v for k, v in metadata.items() if k not in omitted_fields and (v or k not in TEXT_FIELDS)}

@@ -9,7 +9,7 @@ Source: ``datasets/features/features.py`` of datasets 5.2.0, ``generate_from_arr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from actshard.base.errors import ArgumentError
 from actshard.formats.target import without_arrow_type
@@ -30,7 +30,7 @@ _NAMES = {
 _WITH_PARAMETERS = ("timestamp[", "time32[", "time64[", "duration[", "decimal128(", "decimal256(")
 
 
-def feature_of(name: str, kind: pa.DataType) -> Any:
+def feature_of(name: str, kind: pa.DataType) -> object:
     """The feature of a column.
 
     Raises:
@@ -74,11 +74,11 @@ def check_features(schema: pa.Schema, layers: Sequence[str]) -> None:
         feature_of(field.name, field.type)
 
 
-def array_feature(dtype: str, tokens: int | None, width: int) -> dict[str, Any]:
+def array_feature(dtype: str, tokens: int | None, width: int) -> dict[str, object]:
     """The feature of sequences of ``tokens`` vectors; None: of any number of vectors."""
     return {"shape": [tokens, width], "dtype": dtype, "_type": "Array2D"}
 
 
-def vector_feature(dtype: str, width: int) -> dict[str, Any]:
+def vector_feature(dtype: str, width: int) -> dict[str, object]:
     """The feature of single vectors."""
     return {"feature": {"dtype": dtype, "_type": "Value"}, "length": width, "_type": "Sequence"}

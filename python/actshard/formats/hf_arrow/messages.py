@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,7 @@ class ArrowColumns:
     """The columns of activations: names, dtype, width, and whether rows are vectors or sequences."""
 
     names: tuple[str, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[np.generic]
     width: int
     vectors: bool
 
@@ -52,7 +52,7 @@ class ArrowColumns:
         value = pa.from_numpy_dtype(self.dtype)
         return pa.list_(value, self.width) if self.vectors else pa.list_(pa.list_(value))
 
-    def features(self, columns: pa.Schema, tokens: int | None) -> dict[str, Any]:
+    def features(self, columns: pa.Schema, tokens: int | None) -> dict[str, object]:
         """The features of all columns. ``tokens``: tokens per example; None: examples differ."""
         feature = vector_feature(self.dtype.name, self.width)
         if not self.vectors:
@@ -80,7 +80,9 @@ class ArrowColumns:
         room = -(-len(self.schema(columns, _LONGEST).serialize()) // 8) * 8 + _MARGIN
         return b"".join([message[:4], (room - 8).to_bytes(4, "little"), message[8:], bytes(room - len(message))])
 
-    def batch(self, values: Sequence[NDArray[Any]], tokens: NDArray[np.int64], columns: pa.Table | None) -> memoryview:
+    def batch(
+        self, values: Sequence[NDArray[np.generic]], tokens: NDArray[np.int64], columns: pa.Table | None
+    ) -> memoryview:
         """A record batch's message: rows ``(sum of tokens, width)`` of each layer, and columns of the examples.
 
         At most :data:`MOST_VALUES` values in a layer, and columns of less than 2 GiB.
@@ -94,7 +96,7 @@ class ArrowColumns:
         record_batch = pa.RecordBatch.from_arrays(arrays, schema=self.schema(column_schema, None))
         return memoryview(record_batch.serialize())
 
-    def _array(self, values: NDArray[Any], tokens: NDArray[np.int64]) -> pa.Array:
+    def _array(self, values: NDArray[np.generic], tokens: NDArray[np.int64]) -> pa.Array:
         import pyarrow as pa
 
         value = pa.from_numpy_dtype(self.dtype)
@@ -140,7 +142,7 @@ def same_types(a: pa.Schema, b: pa.Schema) -> bool:
     return a.names == b.names and all(x.equals(y) for x, y in zip(a.types, b.types, strict=True))
 
 
-def info_of(features: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
+def info_of(features: Mapping[str, object], metadata: Mapping[str, object]) -> dict[str, object]:
     """The fields of dataset_info.json that ``datasets`` writes, and metadata."""
     texts = {"citation": "", "description": "", "homepage": "", "license": ""}
     return {**texts, **metadata, "features": dict(features)}

@@ -6,13 +6,11 @@ may be renamed or removed. ``save_to_disk`` writes the contents.
 
 from __future__ import annotations
 
-from typing import Any
-
 from actshard.base.errors import ArgumentTypeError
 from actshard.base.location import Location
 
 
-def save(dataset: Any, folder: Location) -> None:
+def save(dataset: object, folder: Location) -> None:
     """Writes a ``datasets.Dataset`` to a new folder.
 
     Raises:

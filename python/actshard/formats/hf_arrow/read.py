@@ -78,7 +78,7 @@ def detect(path: Location) -> Evidence:
     return Evidence(True, LOOKED_FOR, "a state.json with _data_files")
 
 
-def _is_vectors(feature: Any, depth: int = 0) -> bool:
+def _is_vectors(feature: object, depth: int = 0) -> bool:
     """Whether a feature is a list of floats, in any notation of ``datasets``."""
     if isinstance(feature, list):
         return depth < 3 and len(feature) == 1 and _is_vectors(feature[0], depth + 1)
@@ -112,7 +112,7 @@ class Directory:
     """A directory's metadata and the headers of its files."""
 
     def __init__(
-        self, path: Location, faults: Faults = RAISE, layout: Any = None, *, skips_incomplete: bool = False
+        self, path: Location, faults: Faults = RAISE, layout: object = None, *, skips_incomplete: bool = False
     ) -> None:
         self.path = path
         self.warnings: list[Remark] = []
@@ -124,7 +124,7 @@ class Directory:
                 path=path,
             )
         self.state = Fields(read_json(path / "state.json"), path / "state.json")
-        self.info: dict[str, Any] = {}
+        self.info: dict[str, object] = {}
         with faults.noting(path / "dataset_info.json"):
             self.info = self._info()
         for name in ("_indices_data_files", "_indices_files"):
@@ -169,7 +169,7 @@ class Directory:
                 break
         return files
 
-    def _info(self) -> dict[str, Any]:
+    def _info(self) -> dict[str, object]:
         path = self.path / "dataset_info.json"
         if not path.exists():
             self.warnings.append(Remark("layout", "dataset_info.json is missing; types are those of the Arrow files"))
@@ -187,7 +187,7 @@ class Directory:
         if unended:
             self.warnings.append(Remark("end-marker", f"{', '.join(unended[:_SHOWN])}: the stream has no end marker"))
 
-    def _features(self) -> dict[str, Any]:
+    def _features(self) -> dict[str, object]:
         """The features from dataset_info.json, or from the schemas of the Arrow files, which repeat them."""
         features = self.info.get("features")
         if isinstance(features, dict):

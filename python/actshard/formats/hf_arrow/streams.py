@@ -119,7 +119,7 @@ class StreamFile:
         """Number of rows."""
         return sum(batch.rows for batch in self.batches)
 
-    def read(self, ranges: Sequence[tuple[int, int, np.dtype[Any]]]) -> list[NDArray[Any]]:
+    def read(self, ranges: Sequence[tuple[int, int, np.dtype[np.generic]]]) -> list[NDArray[Any]]:
         """Reads arrays: (offset, number of elements, dtype)."""
         total = sum(n * dtype.itemsize for _, n, dtype in ranges)
         if total > _MODEST and total > 64 * self.path.stat().stored:

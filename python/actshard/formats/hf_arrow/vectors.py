@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,7 +40,7 @@ class Vectors:
     """d_model, if the type or the features specify it."""
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         """The stored dtype."""
         return np.dtype(self.leaf.type).newbyteorder("<")
 
@@ -62,7 +61,7 @@ def is_deeper(column: Column) -> bool:
     return leaf.type in FLOATS and len(levels) > 2
 
 
-def vectors_of(column: Column, features: Any) -> Vectors | None:
+def vectors_of(column: Column, features: object) -> Vectors | None:
     """The vectors of a column; None for a column of anything else."""
     levels, leaf = _levels_of(column)
     if leaf.type not in FLOATS or not 1 <= len(levels) <= 2:
@@ -73,9 +72,9 @@ def vectors_of(column: Column, features: Any) -> Vectors | None:
     return Vectors(column, tuple(levels), leaf, width)
 
 
-def _declared_width(column: Column, features: Any, levels: int) -> int | None:
+def _declared_width(column: Column, features: object, levels: int) -> int | None:
     """The last dimension according to the extension type, or else to the features."""
-    shape: Any = None
+    shape: object = None
     if _EXTENSION in column.metadata:
         try:
             declared = json.loads(column.metadata[_EXTENSION])

@@ -113,14 +113,18 @@ class HfArrowTarget(Target):
 
     # -- settings --------------------------------------------------------------------------------------------------
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         why = ", because Arrow has no such type" if dtype.name == "bfloat16" else ""
         only(dtype, ("F16", "F32", "F64"), "hf_arrow", why)
 
     @classmethod
     def conversion_options(
-        cls, source_options: Mapping[str, Any], user_options: Mapping[str, Any], tokens: str, pooled: Callable[[], bool]
-    ) -> dict[str, Any]:
+        cls,
+        source_options: Mapping[str, object],
+        user_options: Mapping[str, object],
+        tokens: str,
+        pooled: Callable[[], bool],
+    ) -> dict[str, object]:
         options = {**source_options, **user_options}
         if "rows" not in options:
             options["rows"] = "vectors" if tokens == "last" or pooled() else "sequences"
@@ -151,10 +155,10 @@ class HfArrowTarget(Target):
     def turn(self, table: pa.Table) -> pa.Table:
         return as_float32(table)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {**super().config(), "rows": self.rows, "limit": self.limit}
 
-    def adopt(self, config: dict[str, Any]) -> None:
+    def adopt(self, config: dict[str, object]) -> None:
         super().adopt(config)
         if config["rows"] not in (None, "sequences", "vectors"):
             raise ValueError(f"rows {config['rows']!r}")
@@ -209,7 +213,7 @@ class HfArrowTarget(Target):
             self._append(self.shape.batch(layer_values, tokens[first:last], columns), columns)
         self.n += len(block)
 
-    def _values(self, block: Block, starts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[Any]:
+    def _values(self, block: Block, starts: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.generic]:
         """Rows of one layer, example by example; a view if they are contiguous."""
         ends = np.cumsum(tokens)
         total = int(ends[-1])
@@ -254,7 +258,7 @@ class HfArrowTarget(Target):
         self._dirty.add(path)
         self._size += size
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         types = [(first, base64.b64encode(schema.serialize()).decode()) for first, schema in self._types]
         return sorted(self._dirty), {"shard": self._shard, "size": self._size, "crc": self._crc, "types": types}
 
@@ -285,7 +289,7 @@ class HfArrowTarget(Target):
         layer_columns = {"columns": list(self.columns), "layers": list(self.spec.layers)}
         info = info_of(self.shape.features(types, tokens_each), {**self.spec.metadata, OWN: layer_columns})
         _write_json(self.root / INFO, info)
-        state: dict[str, Any] = {
+        state: dict[str, object] = {
             "_data_files": [{"filename": name} for name in names],
             "_fingerprint": self._fingerprint(examples),
             "_format_columns": None,
@@ -380,5 +384,5 @@ def _tail(path: Path) -> bytes:
         return file.read()
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, object]) -> None:
     write_bytes(path, json.dumps(value, indent=2).encode())

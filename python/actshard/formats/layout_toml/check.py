@@ -69,8 +69,8 @@ def _check_columns(
 
 def _check_file(path: Location, kind: str, report: Report) -> None:
     if kind == "torch":
-        (file,) = read_torch([path])
-        check_torch(file, report)
+        (torch_file,) = read_torch([path])
+        check_torch(torch_file, report)
     elif kind == "npz" and report.deep and path.is_local:
         try:
             with path.open("read") as stream, zipfile.ZipFile(stream) as archive:

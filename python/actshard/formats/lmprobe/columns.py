@@ -60,7 +60,7 @@ class LmprobeCarrying(Carrying):
 
     def metadata_again(
         self, metadata: Mapping[str, object], contents: Contents | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
+    ) -> tuple[dict[str, object], dict[str, Any]]:
         declared = metadata.get("model")
         model: dict[str, object] = declared if isinstance(declared, dict) else {}
         rest = {name: value for name, value in metadata.items() if name not in _OF_FILES}
@@ -69,7 +69,7 @@ class LmprobeCarrying(Carrying):
         return {"name": model.get("name"), "revision": model.get("revision"), **rest}, options
 
 
-def _tensors(metadata: Mapping[str, object]) -> dict[str, Any]:
+def _tensors(metadata: Mapping[str, object]) -> dict[str, object]:
     tensors = metadata.get("tensors")
     return tensors if isinstance(tensors, dict) else {}
 

@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -108,7 +108,7 @@ class _Extractions:
                     target = self.plan.path / _HIDDEN_FILE.format(layer=layer, shard=new_number)
                     self.taken.append((dataset.inside(hidden, name(layer, s)).local, target))
 
-    def _tensors(self) -> dict[str, Any]:
+    def _tensors(self) -> dict[str, object]:
         """The merged descriptors. Also fills :attr:`first_shards` and :attr:`taken` for tensors other than hidden states."""
         tensors = dict(self.datasets[0].metadata["tensors"])
         merged = [s for h, k in zip(self.described, self.lasts, strict=True) for s in h["shards"][:k]]

@@ -477,7 +477,7 @@ class LmprobeTarget(Target):
             raise ArgumentError(f"num_tokens: expected 32-bit integers: {error}") from error
 
     def _write_index(
-        self, examples: AllExamples, columns: dict[str, pa.Array | pa.ChunkedArray], tensors: dict[str, Any]
+        self, examples: AllExamples, columns: dict[str, pa.Array | pa.ChunkedArray], tensors: Mapping[str, object]
     ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq

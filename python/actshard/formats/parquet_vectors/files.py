@@ -145,7 +145,7 @@ class VectorColumn:
         return self.typed or self.levels > 1 or _NAMED.search(self.name) is not None
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> np.dtype[np.generic]:
         """The stored dtype."""
         return np.dtype(FLOATS[self.type][1])
 
@@ -183,7 +183,7 @@ class ParquetFile:
             raise FormatError(f"expected {first} columns by its schema, found {len(self.paths)}", path=self.path)
         return leaves
 
-    def features(self) -> dict[str, Any]:
+    def features(self) -> dict[str, object]:
         """Features that ``datasets`` stored in the schema."""
         text = (self.schema.metadata or {}).get(b"huggingface")
         try:
@@ -197,7 +197,7 @@ class ParquetFile:
         features = self.features()
         return [column for field in self.schema if (column := self._vectors(field, features)) is not None]
 
-    def _vectors(self, field: pa.Field, features: dict[str, Any]) -> VectorColumn | None:
+    def _vectors(self, field: pa.Field, features: dict[str, object]) -> VectorColumn | None:
         import pyarrow as pa
 
         sizes: list[int | None] = []
@@ -267,14 +267,14 @@ class ParquetFile:
             raise self._refuse(column, row + int(bad[0]), f"{column.layers} layers", int(np.diff(ends)[bad[0]]))
         return lists.values.slice(int(ends[0]), int(ends[-1] - ends[0]))
 
-    def _refuse(self, column: VectorColumn, row: int, expected: str, actual: Any) -> FormatError:
+    def _refuse(self, column: VectorColumn, row: int, expected: str, actual: object) -> FormatError:
         return FormatError(
             f"row {row} of a row group: column {column.name!r}: expected {expected}, found {actual}", path=self.path
         )
 
     def decode(
         self, group: int, column: VectorColumn, first: int, lengths: int | NDArray[np.int64], width: int
-    ) -> NDArray[Any]:
+    ) -> NDArray[np.generic]:
         """Decodes a row group: ``(rows, layers, tokens, width)``, shorter sequences padded with zeros.
 
         Raises:
@@ -315,7 +315,7 @@ class _Opened:
         self.path = path
         self.pq = pq
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         import pyarrow as pa
 
         self.raw = self.path.arrow()
@@ -327,7 +327,7 @@ class _Opened:
             raise FormatError(f"expected a parquet file: {_one_line(error)}", path=self.path) from error
         return self.file
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         import pyarrow as pa
 
         self.raw.close()
@@ -379,7 +379,7 @@ def ends_of(lists: pa.Array) -> NDArray[np.int64]:
 
 
 def fill(
-    out: NDArray[Any],
+    out: NDArray[np.generic],
     expected: NDArray[np.int64],
     chunk: pa.Array,
     column: VectorColumn,
@@ -392,7 +392,7 @@ def fill(
     """
     _, tokens, width = out.shape
 
-    def refuse(row: int, expected: str, actual: Any) -> FormatError:
+    def refuse(row: int, expected: str, actual: object) -> FormatError:
         row = (first + row) // (column.layers or 1)
         return FormatError(f"row {row}: column {column.name!r}: expected {expected}, found {actual}", path=path)
 

@@ -77,14 +77,14 @@ def detect(path: Location) -> Evidence:
 class ParquetDataset:
     """The files of a dataset and its layers."""
 
-    def __init__(self, path: Location, faults: Faults = RAISE, layout: Any = None) -> None:
+    def __init__(self, path: Location, faults: Faults = RAISE, layout: object = None) -> None:
         self.path = path
         self.warnings: list[Remark] = []
         paths = parquet_files(path)
         check_one_dataset(path, paths)
         if path.kind() == "folder":
             self.warnings += missing_files(paths)
-        self.described: dict[str, Any] = {}
+        self.described: dict[str, object] = {}
         with faults.noting(path):
             self.described = self._described(paths)
         self.files = faults.batch(paths, lambda batch: [ParquetFile(file) for file in batch])
@@ -99,7 +99,7 @@ class ParquetDataset:
         self.columns_found = self._choose(layout)
         self.lengths = self._lengths()
 
-    def _described(self, paths: Sequence[Location]) -> dict[str, Any]:
+    def _described(self, paths: Sequence[Location]) -> dict[str, object]:
         """NLA's description or SAELens' configuration; empty if there is neither."""
         if len(paths) == 1 and sidecar(paths[0]).exists():
             return self._sidecar(sidecar(paths[0]))
@@ -109,7 +109,7 @@ class ParquetDataset:
             return value if isinstance(value, dict) else {}
         return {}
 
-    def _sidecar(self, path: Location) -> dict[str, Any]:
+    def _sidecar(self, path: Location) -> dict[str, object]:
         try:
             import yaml
         except ImportError:
@@ -352,7 +352,7 @@ class ParquetDataset:
         )
 
 
-def _is_layer(value: Any) -> TypeGuard[int]:
+def _is_layer(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 31
 
 

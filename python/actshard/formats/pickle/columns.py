@@ -69,7 +69,7 @@ class PickleCarrying(Carrying):
         table = table.drop_columns(["text"])
         return table.set_column(table.column_names.index(PREVIEW), PREVIEW, texts)
 
-    def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, object] | None:
         config = metadata.get("extraction_config") or {}
         return checked_origin(config.get(ORIGIN)) if isinstance(config, dict) else None
 

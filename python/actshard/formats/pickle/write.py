@@ -180,7 +180,7 @@ class PickleTarget(Target):
     def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
         self.n, self._before = first, int(state["shards"])
 
-    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def together(self, states: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         return list(states)
 
     def write(self, block: Block) -> None:
@@ -279,7 +279,7 @@ def shard_listing(
     machine: int,
     machines: int,
     seconds: float | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Contents of metadata.json."""
     statistics = {
         "total_shards": len(shards),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from actshard.formats.carrying import ORIGIN, Carrying, checked_origin
 from actshard.formats.saev.read import BUDGET, CHECKPOINT, D_MODEL, FAMILY
@@ -21,7 +21,7 @@ class SaevCarrying(Carrying):
     model_key: ClassVar[str | None] = "ckpt"
     number_column: ClassVar[str | None] = "example_idx"
 
-    def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, object] | None:
         data = metadata.get("data")
         if isinstance(data, str) and data.startswith(f'{{"{ORIGIN}"'):
             try:

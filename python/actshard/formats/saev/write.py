@@ -75,7 +75,7 @@ class SaevTarget(Target):
         config = {**self.config(), "tokens": None, "dtype": None}
         return hashes({"asked": json.dumps(config, sort_keys=True, default=str)})[0]
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         only(dtype, ("F32",), "saev", "")
 
     def take_dtype(self, dtype: np.dtype[np.generic]) -> np.dtype[np.generic]:

@@ -205,7 +205,7 @@ class SpeculatorsTarget(TokenTarget):
     def committed(self) -> None:
         self._dirty = []
 
-    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
         if self.scaling is None:
             return list(states[-1:])
         total = ScaleLoss()

@@ -91,7 +91,7 @@ class ZarrStore:
     def __init__(self, path: Location) -> None:
         self.path = path
         self.version = 3 if exists(path / "zarr.json") else 2
-        self.attributes: dict[str, Any] = {}
+        self.attributes: dict[str, object] = {}
         self.warnings: list[Remark] = []
         self._consolidated: dict[str, Any] = {}
         self._consolidated_in = path / (".zmetadata" if self.version == 2 else "zarr.json")
@@ -194,7 +194,7 @@ class ZarrStore:
         return sorted(name for name in names if name.isprintable() and not name.startswith("."))
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Compares metadata without attributes, which version 3 stores in the same object."""
     if isinstance(a, dict) and isinstance(b, dict):
         a, b = ({k: v for k, v in x.items() if k not in ("attributes", "consolidated_metadata")} for x in (a, b))
@@ -248,7 +248,7 @@ def _parse_array(store: Location, node: str, version: int, fields: Fields, *, co
     )
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Replaces numbers that float64 cannot represent by strings. Any JSON parser accepts the result, and the field is rejected."""
     if isinstance(value, dict):
         return {key: _plain(entry) for key, entry in value.items()}
@@ -259,7 +259,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _dtype(name: str | None, fields: Fields) -> np.dtype[Any] | None:
+def _dtype(name: str | None, fields: Fields) -> np.dtype[np.generic] | None:
     """The numpy dtype of a name, in native byte order."""
     if name == "bfloat16":
         return NUMPY_BY_NAME["BF16"]
@@ -313,7 +313,7 @@ def read_constant(meta: ArrayMeta, files: ChunkSizes) -> int | None:
 
 def read_whole(
     meta: ArrayMeta, spare: Spare | None = None, files: ChunkSizes | None = None
-) -> NDArray[Any] | list[str] | list[bytes]:
+) -> NDArray[np.generic] | list[str] | list[bytes]:
     """Reads a small array like :func:`read_array`, but fixed-length strings as a list: of bytes if one of them is no UTF-8 text."""
     array = read_array(meta, spare, files)
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "SU":
@@ -327,7 +327,7 @@ def read_whole(
 
 def read_array(
     meta: ArrayMeta, spare: Spare | None = None, files: ChunkSizes | None = None
-) -> NDArray[Any] | list[str]:
+) -> NDArray[np.generic] | list[str]:
     """Reads a small array: a numpy array, or a list for variable-length strings. Only existing chunks are opened.
 
     Args:
@@ -371,8 +371,8 @@ def _text(item: str | bytes, errors: str = "backslashreplace") -> str:
 
 
 def _join_chunks(
-    meta: ArrayMeta, dtype: np.dtype[Any], chunks: Iterable[tuple[tuple[int, ...], bytes | None]]
-) -> NDArray[Any]:
+    meta: ArrayMeta, dtype: np.dtype[np.generic], chunks: Iterable[tuple[tuple[int, ...], bytes | None]]
+) -> NDArray[np.generic]:
     """Assembles an array from its chunks inside the grid; missing ones are filled."""
     array = np.full(meta.shape, meta.fill, dtype)
     for coords, raw in chunks:
@@ -385,7 +385,7 @@ def _join_chunks(
     return array
 
 
-def _read_plain(meta: ArrayMeta, dtype: np.dtype[Any], files: ChunkSizes) -> NDArray[Any]:
+def _read_plain(meta: ArrayMeta, dtype: np.dtype[np.generic], files: ChunkSizes) -> NDArray[np.generic]:
     stored = dtype.newbyteorder("S") if meta.swapped else dtype
     size = math.prod(meta.chunks) * dtype.itemsize
     places = _inside(meta, files)

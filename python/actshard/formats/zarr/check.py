@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 import actshard._native as _native
 from actshard.base.errors import FormatError, MissingFileError, TruncatedFileError, UnsupportedError
 from actshard.base.location import Location
+from actshard.formats.format import Tell
 from actshard.formats.report import Report
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.member import Member, by_i
@@ -25,7 +26,7 @@ _MOST_INDEX = 1 << 28
 """Bytes of an index that is read whole."""
 
 
-def check(root: Location, report: Report, tell: Any) -> None:
+def check(root: Location, report: Report, tell: Tell) -> None:
     """Checks every store of a run: metadata, lengths, chunk files, lines of text."""
     parsed = report.faults.parse(root, lambda: stores_of(root, report.faults))
     members = [] if parsed is None else parsed[0]

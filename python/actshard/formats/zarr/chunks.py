@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ _FILE_COST = 1 << 18
 """Bytes of indexes that one file less is worth."""
 _ABSENT = np.iinfo(np.uint64).max
 
-Codec = dict[str, Any]
+Codec = dict[str, object]
 """A codec in the words of the metadata."""
 ChunkPieces = NDArray[np.int64]
 """ChunkPieces of :meth:`Target.put`."""
@@ -77,11 +77,11 @@ class Chunks(ABC):
         assert self.chunk is not None
         return self.chunk
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """Settings that must match when a writer resumes."""
         return {"chunk": self.chunk}
 
-    def adopt(self, config: Mapping[str, Any]) -> None:
+    def adopt(self, config: Mapping[str, object]) -> None:
         """Adopts the settings that an earlier writer chose."""
         self.chunk = size_in(config, "chunk")
 
@@ -89,14 +89,14 @@ class Chunks(ABC):
     def choose(self, lengths: NDArray[np.int64], row_bytes: int, t_max: int | None, *, is_all: bool) -> None:
         """Chooses what is not given, from the tokens of the first examples, or of all (``is_all``)."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What a commit records of the examples since the last one, to continue after them."""
         return {"chunk": self.chunk}
 
     def committed(self) -> None:  # noqa: B027 -- a file per chunk needs no state
         """Called when :meth:`state` is recorded."""
 
-    def begin(self, states: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]) -> None:
+    def begin(self, states: Sequence[Mapping[str, object]], lengths: NDArray[np.int64]) -> None:
         """Continues after commits with these states, of examples with these tokens."""
         if self.chunk is None and states:
             self.chunk = size_in(states[-1], "chunk")
@@ -123,7 +123,7 @@ class Chunks(ABC):
         """Completes the files, after all examples. May be called again after a crash."""
 
     @abstractmethod
-    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
+    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[np.generic]) -> dict[str, object]:
         """Metadata of the array of activations."""
 
     @abstractmethod
@@ -172,7 +172,7 @@ class PlainChunks(Chunks):
             for path in late_chunks:
                 Path(path).unlink()
 
-    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
+    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[np.generic]) -> dict[str, object]:
         return array_meta(2, shape, (1, 1, self.tokens, shape[3]), dtype)
 
     def estimate(self, lengths: NDArray[np.int64], row_bytes: int) -> tuple[int, int]:
@@ -225,10 +225,10 @@ class ShardedChunks(Chunks):
         self._chunks: NDArray[np.int64] = np.zeros(0, np.int64)
         """Chunks so far in the shards of the next example, one for each range of its tokens."""
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         return {**super().config(), "samples": self.samples, "slots": self.slots, "shard_bytes": self._bytes}
 
-    def adopt(self, config: Mapping[str, Any]) -> None:
+    def adopt(self, config: Mapping[str, object]) -> None:
         super().adopt(config)
         self.samples, self.slots = size_in(config, "samples"), size_in(config, "slots")
 
@@ -277,7 +277,7 @@ class ShardedChunks(Chunks):
         for first in range(0, len(lengths), samples):
             yield first // samples, self._counts(lengths[first : first + samples])
 
-    def begin(self, states: Sequence[Mapping[str, Any]], lengths: NDArray[np.int64]) -> None:
+    def begin(self, states: Sequence[Mapping[str, object]], lengths: NDArray[np.int64]) -> None:
         super().begin(states, lengths)
         self._next = len(lengths)
         if self.samples is None:  # no example was written
@@ -371,14 +371,14 @@ class ShardedChunks(Chunks):
         chunks = -(-max(int(lengths.max(initial=0)), 1) // self.tokens)
         return max(1, min(self.samples, len(lengths))), min(self.slots, chunks)
 
-    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[Any]) -> dict[str, Any]:
+    def meta(self, shape: Sequence[int], lengths: NDArray[np.int64], dtype: np.dtype[np.generic]) -> dict[str, object]:
         samples, slots = self._final(lengths)
         inner = (1, 1, self.tokens, shape[3])
         return array_meta(
             3, shape, (samples, 1, slots * self.tokens, shape[3]), dtype, inner, self.codecs(dtype, shape[3])
         )
 
-    def codecs(self, dtype: np.dtype[Any], width: int) -> list[Codec]:
+    def codecs(self, dtype: np.dtype[np.generic], width: int) -> list[Codec]:
         """Codecs of inner chunks of rows of ``width`` elements, in the words of the metadata."""
         return [plain_codec(dtype)]
 
@@ -442,12 +442,12 @@ def _powers(most: int) -> list[int]:
     return sorted({most, *(1 << k for k in range(most.bit_length()))})
 
 
-def plain_codec(dtype: np.dtype[Any]) -> Codec:
+def plain_codec(dtype: np.dtype[np.generic]) -> Codec:
     """The codec of numbers in C order."""
     return {"name": "bytes", **({"configuration": {"endian": "little"}} if dtype.itemsize > 1 else {})}
 
 
-def size_in(values: Mapping[str, Any], name: str) -> int | None:
+def size_in(values: Mapping[str, object], name: str) -> int | None:
     """A number of tokens, chunks or samples in a journal; None before it is chosen."""
     size = values[name]
     if size is not None and (type(size) is not int or size < 1):
@@ -459,10 +459,10 @@ def array_meta(
     version: int,
     shape: Sequence[int],
     chunks: Sequence[int],
-    dtype: np.dtype[Any],
+    dtype: np.dtype[np.generic],
     inner: Sequence[int] | None = None,
     inner_codecs: Sequence[Codec] = (),
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Contents of a ``.zarray``, or of an array's ``zarr.json``, for plain chunks in C order.
 
     ``inner``: version 3: ``chunks`` are shards of inner chunks of this shape, with the codecs ``inner_codecs``.

@@ -112,7 +112,7 @@ class Member:
     def _read_attributes(self) -> None:
         config = self.path / "meta" / "config.json"
         config.parent.look_into()
-        self.metadata: dict[str, Any] = {}
+        self.metadata: dict[str, object] = {}
         if config.kind() == "file":
             self.metadata |= Fields(read_json(config), config).value
         self.metadata |= self.store.attributes
@@ -135,7 +135,7 @@ class Member:
         path = self.path / "meta" / "index.jsonl"
         if not self.hallulens or path.kind() != "file":
             return
-        by_key: dict[Any, tuple[int, dict[str, Any]]] = {}
+        by_key: dict[object, tuple[int, dict[str, object]]] = {}
         for number, line in read_lines(path):
             fields = Fields(line, path, f"line {number}")
             key = line.get("key", number)
@@ -174,7 +174,7 @@ class Member:
         return [*self.arrays, *([] if self.scaling is None else [self.scaling.meta])]
 
     @property
-    def row_dtype(self) -> np.dtype[Any]:
+    def row_dtype(self) -> np.dtype[np.generic]:
         """The dtype of rows."""
         assert self.arrays[0].dtype is not None
         return self.arrays[0].dtype if self.scaling is None else np.dtype(np.float32)
@@ -334,9 +334,9 @@ class Member:
             *(file for array in self.row_arrays for file in (array.metadata, array.folder / ".zattrs")),
         ]
 
-    def columns(self, is_selected: Callable[[str], bool]) -> dict[str, Any]:
+    def columns(self, is_selected: Callable[[str], bool]) -> dict[str, object]:
         """Columns by name, each a pyarrow array or a list of ``n`` values."""
-        columns: dict[str, Any] = {}
+        columns: dict[str, object] = {}
         spare = Spare()
         arrays = {name: meta for name, meta in self.small.items() if is_selected(name)}
         read_ahead(path for path in self.texts if path.is_remote and path.stat().size <= _SMALL_TEXT)
@@ -371,9 +371,9 @@ def _check_samples(array: ArrayMeta) -> None:
     raise array.error(f"{n} samples, but {array.node} has only {count} chunk files", field="shape")
 
 
-def by_i(path: Location, n: int) -> list[tuple[int, int, dict[str, Any]]]:
+def by_i(path: Location, n: int) -> list[tuple[int, int, dict[str, object]]]:
     """Lines of a text file as (sample, line number, line)."""
-    rows: list[tuple[int, int, dict[str, Any]]] = []
+    rows: list[tuple[int, int, dict[str, object]]] = []
     line_numbers: dict[int, int] = {}
     for number, line in read_lines(path):
         fields = Fields(line, path, f"line {number}")
@@ -419,7 +419,7 @@ def _join(
         warn(message, code="missing-lines")
 
 
-def _column(values: NDArray[Any] | list[str] | list[bytes], n: int) -> Any:
+def _column(values: NDArray[np.generic] | list[str] | list[bytes], n: int) -> object:
     """Converts per-sample values to pyarrow; multidimensional ones become lists."""
     import pyarrow as pa
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from actshard.formats.zarr.member import ACTIVATIONS, Member
 from actshard.formats.zarr.read import is_group, members_of
 from actshard.formats.zarr.read import open as open_store
 from actshard.formats.zarr.write import OWN_ATTRIBUTES, ZarrTarget
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 def _check_chunks(sources: Sequence[Path]) -> None:
@@ -59,16 +62,16 @@ def _check(plan: Merge) -> None:
     check_column_types(plan, [_columns(_open_contents(p)) for p in plan.parts])
 
 
-def _manifest(stores: Sequence[Path]) -> dict[str, Any]:
+def _manifest(stores: Sequence[Path]) -> dict[str, object]:
     """The manifest of a run of several stores."""
     members = [Member(Location.at(path)) for path in stores]
-    shards: list[dict[str, Any]] = []
+    shards: list[dict[str, object]] = []
     start = 0
     for i, member in enumerate(members):
         shards.append({"path": _shard(i), "n_samples": member.n, "start": start})
         start += member.n
     first = members[0]
-    fields: dict[str, Any] = {
+    fields: dict[str, object] = {
         k: first.metadata[k] for k in ("schema_version", "created_at", "model_id", "layers") if k in first.metadata
     }
     return {
@@ -165,7 +168,7 @@ def _open_contents(path: Path) -> Contents:
     return open_store(Location.at(path), Options.of(path))
 
 
-def _columns(contents: Contents) -> Any:
+def _columns(contents: Contents) -> pa.Table:
     return contents.columns([name for name in contents.column_names if name != "seq_len"])
 
 

@@ -31,7 +31,7 @@ class ArrayMeta:
     shape: tuple[int, ...]
     chunks: tuple[int, ...]
     """Shape of a unit of reading: a chunk, or an inner chunk of a shard."""
-    dtype: np.dtype[Any] | None
+    dtype: np.dtype[np.generic] | None
     """In native byte order; None for strings of variable length."""
     swapped: bool
     fill: Any
@@ -136,7 +136,7 @@ class ArrayMeta:
             self.prefix + self.separator.join(map(str, coords)) if coords else (self.prefix.rstrip("./") or "0")
         )
 
-    def attributes(self) -> dict[str, Any]:
+    def attributes(self) -> dict[str, object]:
         """The array's attributes. Read on demand, because version 2 stores them in a separate file."""
         path = self.folder / ("zarr.json" if self.metadata.name == "zarr.json" else ".zattrs")
         if not exists(path):
@@ -244,12 +244,12 @@ def _size(path: Location, kind: Kind, size: int) -> int:
     return size
 
 
-def json_object(path: Location) -> dict[str, Any]:
+def json_object(path: Location) -> dict[str, object]:
     """Reads a JSON file that must contain an object."""
     return Fields(read_json(path), path).value
 
 
-def json_mapping(value: dict[str, Any], name: str, path: Location) -> dict[str, Any]:
+def json_mapping(value: dict[str, object], name: str, path: Location) -> dict[str, Any]:
     """A field that must be an object; empty if absent."""
     mapping = value.get(name, {})
     if not isinstance(mapping, dict):

@@ -164,11 +164,11 @@ def _class_of_files() -> Any:
         def __hash__(self) -> int:
             return id(self)
 
-        async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+        async def get(self, key: str, prototype: Any = None, byte_range: object = None) -> object:
             data = self._bytes(key, byte_range)
             return None if data is None else (prototype or default_buffer_prototype()).buffer.from_bytes(data)
 
-        def _bytes(self, key: str, part: Any) -> bytes | None:
+        def _bytes(self, key: str, part: object) -> bytes | None:
             if key == self.metadata:
                 return self.meta.json
             if key.startswith(".z") or key == "zarr.json":
@@ -187,13 +187,13 @@ def _class_of_files() -> Any:
                 first = max(size - part.suffix, 0)
             return path.read(first, max(last - first, 0)) if data is None else data[first:last]
 
-        async def get_partial_values(self, prototype: Any, key_ranges: Any) -> list[Any]:
+        async def get_partial_values(self, prototype: object, key_ranges: Any) -> list[object]:
             return [await self.get(key, prototype, part) for key, part in key_ranges]
 
         async def exists(self, key: str) -> bool:
             return self._bytes(key, None) is not None
 
-        async def set(self, key: str, value: Any) -> None:
+        async def set(self, key: str, value: object) -> None:
             raise NotImplementedError  # zarr's base class demands it; this store is read-only, so zarr never calls it
 
         async def delete(self, key: str) -> None:
@@ -212,7 +212,7 @@ def _class_of_files() -> Any:
     return ArrayFiles
 
 
-def _outermost(metadata: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _outermost(metadata: dict[str, Any]) -> tuple[str, dict[str, object]]:
     """The last codec applied when the chunk was written, and its configuration."""
     if metadata.get("zarr_format") == 3:
         codec = metadata["codecs"][-1]

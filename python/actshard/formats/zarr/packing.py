@@ -32,7 +32,7 @@ _PADDING = 1
 """Rows per row of padding: zeros take almost no space, but time."""
 
 
-def pack_of(options: Mapping[str, Any]) -> str | None:
+def pack_of(options: Mapping[str, object]) -> str | None:
     """The option ``pack``; None for plain chunks."""
     pack = options.get("pack")
     if pack is not None and pack not in PACKS:
@@ -67,7 +67,7 @@ class PackedChunks(ShardedChunks):
         self._ends: NDArray[np.int64] = np.zeros((layers, 0), np.int64)
         """Bytes so far in the shards of the next example, ``(layers, ranges)``."""
 
-    def codecs(self, dtype: np.dtype[Any], width: int) -> list[Codec]:
+    def codecs(self, dtype: np.dtype[np.generic], width: int) -> list[Codec]:
         name, configuration = _compressor(self._pack, dtype.itemsize, width)
         return [plain_codec(dtype), {"name": name, "configuration": configuration}, {"name": "crc32c"}]
 
@@ -77,7 +77,7 @@ class PackedChunks(ShardedChunks):
 
     # -- commits ---------------------------------------------------------------------------------------------------
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         sizes = self._joined(self._chunk_sizes[self._recorded :])
         return {**super().state(), "sizes": base64.b64encode(sizes.astype("<u4").tobytes()).decode()}
 

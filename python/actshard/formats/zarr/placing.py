@@ -50,8 +50,8 @@ class Placed:
 
     name: str
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    values: Callable[[slice], NDArray[Any]]
+    dtype: np.dtype[np.generic]
+    values: Callable[[slice], NDArray[np.generic]]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def place(columns: pa.Table, *, keys_are_arrays: bool) -> tuple[list[Placed], li
     """Assigns columns to arrays and files of lines. ``keys_are_arrays``: keys may be an array of fixed-length bytes."""
     own_text = next((name for name in ("prompt", *TEXTS) if name in columns.column_names), None)
     arrays: list[Placed] = []
-    texts: dict[str, dict[str, Any]] = {}
+    texts: dict[str, dict[str, object]] = {}
     for field, column in zip(columns.schema, columns.columns, strict=True):
         if field.name == KEY:
             array = place_key(column) if keys_are_arrays else None
@@ -119,7 +119,7 @@ def place_key(column: pa.ChunkedArray) -> Placed | None:
         if data is not None and b"\0" in data.to_pybytes():
             return None
 
-    def values(part: slice) -> NDArray[Any]:
+    def values(part: slice) -> NDArray[np.generic]:
         return np.array(keys[part].to_pylist(), f"S{KEY_BYTES}")
 
     return Placed(KEY, (len(keys),), np.dtype(f"S{KEY_BYTES}"), values)
@@ -162,7 +162,7 @@ def _names_a_folder(name: str) -> bool:
     )
 
 
-def _as_json(value: Any) -> Any:
+def _as_json(value: object) -> object:
     """Converts values for JSON: large integers arrive as decimals, half floats as numpy scalars; others become strings."""
     if isinstance(value, np.generic):
         return value.item()

@@ -257,11 +257,11 @@ def _is_packed(array: ArrayMeta, member: Member) -> bool:
     return PLANES in array.codecs or (array.inner and member.store.is_ours)
 
 
-def _model(metadata: dict[str, Any]) -> str | None:
+def _model(metadata: dict[str, object]) -> str | None:
     return next((str(metadata[k]) for k in ("model_id", "model_name", "model") if metadata.get(k)), None)
 
 
-def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: bool) -> dict[str, Any]:
+def _provenance(metadata: dict[str, object], members: Sequence[Member], manifest: bool) -> dict[str, object]:
     provenance_fields = ("schema_version", "dataset_name", "created_at", "git_commit")
     provenance = {
         k: utf8(v) if isinstance(v, str) else v for k in provenance_fields if (v := metadata.get(k)) is not None
@@ -273,7 +273,7 @@ def _provenance(metadata: dict[str, Any], members: Sequence[Member], manifest: b
     return provenance | ({"stores": len(members)} if len(members) > 1 or manifest else {})
 
 
-def _layer_names(metadata: dict[str, Any], member: Member, warnings: list[Remark]) -> tuple[Layer, ...]:
+def _layer_names(metadata: dict[str, object], member: Member, warnings: list[Remark]) -> tuple[Layer, ...]:
     """Layer names from the attribute ``layers``, which actshard writes; otherwise numbers from 0."""
     candidates = [
         candidate for candidate in (metadata.get("layers"), member.metadata.get("layers")) if candidate is not None

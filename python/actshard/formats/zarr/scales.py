@@ -38,7 +38,7 @@ class StoredScales:
 
     codes: ArrayMeta
     meta: ArrayMeta
-    about: dict[str, Any]
+    about: dict[str, object]
     """The attribute."""
     values: NDArray[np.float32] | None
     """``(layers, parts)``: those of layers; None if each row has its own."""

@@ -127,16 +127,16 @@ class ZarrTarget(Target):
         """The version of Zarr."""
         return version_of(self.spec.options)
 
-    def check_dtype(self, dtype: np.dtype[Any]) -> None:
+    def check_dtype(self, dtype: np.dtype[np.generic]) -> None:
         why = ": Zarr version 2 has no such type, version=3 has" if dtype.name == "bfloat16" else ""
         only(dtype, _DTYPES[self.version], "zarr", why)
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         scales = {} if self.scaling is None else self.scaling.config()
         return {**super().config(), "t_max": self.t_max, **self.chunks.config(), "created": self.created, **scales}
 
     @property
-    def column_options(self) -> dict[str, Any]:
+    def column_options(self) -> dict[str, object]:
         return {name: value for name, value in self.spec.options.items() if name != "scales"}
 
     def adopt(self, config: dict[str, Any]) -> None:
@@ -265,7 +265,7 @@ class ZarrTarget(Target):
         self.n += len(block)
         self.longest = max(self.longest, int(tokens.max(initial=0)))
 
-    def dirty(self) -> tuple[list[Path], dict[str, Any]]:
+    def dirty(self) -> tuple[list[Path], dict[str, object]]:
         loss = {} if self.scaling is None else {"loss": self.scaling.fresh.as_state()}
         return sorted(self._dirty), {**self.chunks.state(), **loss}
 
@@ -287,7 +287,7 @@ class ZarrTarget(Target):
         assert self.dtype is not None
         stored = self.dtype if self.scaling is None else np.dtype(np.int8)
         shape = (len(examples), len(self.spec.layers), t_max, self.spec.d_model)
-        arrays: dict[str, dict[str, Any]] = {NODE: self.chunks.meta(shape, tokens, stored)}
+        arrays: dict[str, dict[str, object]] = {NODE: self.chunks.meta(shape, tokens, stored)}
         if self.scaling is not None:
             self._scales(self.scaling, shape, tokens, arrays)
             clipped = self.scaling.loss.saturated
@@ -344,16 +344,20 @@ class ZarrTarget(Target):
     def borders(self, lengths: NDArray[np.int64]) -> NDArray[np.int64] | None:
         return self.chunks.borders(len(lengths))
 
-    def begin_at(self, first: int, state: Mapping[str, Any]) -> None:
+    def begin_at(self, first: int, state: Mapping[str, object]) -> None:
         super().begin_at(first, state)
         for chunks, _, _ in self._arrays:
             chunks.begin_at(first)
 
-    def together(self, states: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def together(self, states: Sequence[dict[str, object]]) -> list[dict[str, object]]:
         return list(states)
 
     def _scales(
-        self, scaling: RowScaling, shape: tuple[int, ...], tokens: NDArray[np.int64], arrays: dict[str, dict[str, Any]]
+        self,
+        scaling: RowScaling,
+        shape: tuple[int, ...],
+        tokens: NDArray[np.int64],
+        arrays: dict[str, dict[str, object]],
     ) -> None:
         """Writes the scales of layers, and metadata of the scales of rows."""
         single = np.dtype(np.float32)
@@ -367,7 +371,7 @@ class ZarrTarget(Target):
 
     # -- small arrays ----------------------------------------------------------------------------------------------
 
-    def _small(self, array: Placed, arrays: dict[str, dict[str, Any]]) -> None:
+    def _small(self, array: Placed, arrays: dict[str, dict[str, object]]) -> None:
         """Writes a per-sample array, in one chunk or a few."""
         node, shape = f"arrays/{array.name}", array.shape
         per = max(1, min(shape[0], _SMALL_CHUNK))
@@ -388,7 +392,7 @@ class ZarrTarget(Target):
         sync_folders([self.root / node])
 
 
-def version_of(options: Mapping[str, Any]) -> int:
+def version_of(options: Mapping[str, object]) -> int:
     """The version of Zarr in a format's options."""
     version = options.get("version", 2)
     if type(version) is not int or version not in _DTYPES:
@@ -397,13 +401,13 @@ def version_of(options: Mapping[str, Any]) -> int:
 
 
 def write_store(
-    root: Path, version: int, arrays: Mapping[str, Mapping[str, Any]], attributes: Mapping[str, Any]
+    root: Path, version: int, arrays: Mapping[str, Mapping[str, object]], attributes: Mapping[str, object]
 ) -> None:
     """Writes a store's metadata and consolidated metadata. The files by which a store is recognized are written last."""
     make_folder(root / "meta")
     if version == 3:
         group = {"attributes": {}, "node_type": "group", "zarr_format": 3}
-        nodes: dict[str, Mapping[str, Any]] = {"arrays": group, **arrays}
+        nodes: dict[str, Mapping[str, object]] = {"arrays": group, **arrays}
         for node, meta in nodes.items():
             make_folder(root / node)
             write_json(root / node / "zarr.json", meta)
@@ -412,7 +416,7 @@ def write_store(
         write_json(root / "zarr.json", {**group, "attributes": attributes, "consolidated_metadata": consolidated})
         return
     group = {"zarr_format": 2}
-    entries: dict[str, Any] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
+    entries: dict[str, object] = {".zattrs": dict(attributes), ".zgroup": group, "arrays/.zgroup": group}
     for node, meta in arrays.items():
         make_folder(root / node)
         write_json(root / node / ".zarray", meta)

@@ -99,7 +99,7 @@ def number(value: float) -> float | None:
     return float(value) if np.isfinite(value) else None
 
 
-def numbers(values: NDArray[np.generic]) -> list[Any]:
+def numbers(values: NDArray[np.generic]) -> list[object]:
     """JSON values of an array of one or two dimensions."""
     plain_values: list[Any] = values.tolist()
     return [[number(x) for x in row] if isinstance(row, list) else number(row) for row in plain_values]

@@ -123,8 +123,8 @@ class Separability:
 def separability_of(
     store: Readable,
     label: object,
-    layers: Any,
-    pool: Any,
+    layers: object,
+    pool: object,
     examples: int,
     test: float,
     seed: int,

@@ -172,7 +172,7 @@ class Stats:
             f"{bad[0]} NaN and {many(bad[1], 'infinite value')}>"
         )
 
-    def as_plain(self) -> dict[str, Any]:
+    def as_plain(self) -> dict[str, object]:
         """JSON values, from which :meth:`of_plain` makes equal statistics; infinite and NaN values are texts."""
         counts = {name: getattr(self, name).tolist() for name in COUNTS}
         return {**self.as_scalars(), **counts, **{name: _texts(getattr(self, name)) for name in FLOATS}}

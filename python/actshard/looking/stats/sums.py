@@ -75,7 +75,7 @@ class Sums:
         cls,
         records: Sequence[Sequence[Any]],
         columns: NDArray[np.generic],
-        summaries: Sequence[Mapping[str, Any]],
+        summaries: Sequence[Mapping[str, object]],
         width: int,
     ) -> Sums:
         """The sums of :meth:`as_plain`.
@@ -85,12 +85,12 @@ class Sums:
         """
         if columns.dtype != SUMMED or columns.shape != (len(records), width):
             raise ValueError(f"expected {len(records)} sums of {width} columns, found {columns.dtype} {columns.shape}")
-        nodes: list[dict[str, Any]] = []
+        nodes: list[dict[str, object]] = []
         for (first, level, rows, norms, count), row, summary in zip(records, columns, summaries, strict=True):
             for number in (first, level, rows, count):
                 if type(number) is not int or number < 0:
                     raise ValueError(f"expected a count, found {number!r:.80}")
-            node: dict[str, Any] = {"first": first, "level": level, "rows": rows}
+            node: dict[str, object] = {"first": first, "level": level, "rows": rows}
             node["norms"] = (float.fromhex(norms), count)
             node |= Summary.of_plain(summary).as_sums()
             node |= {name: np.ascontiguousarray(row[name]) for name in (*_FLOATS, *_COUNTS)}

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from numpy.typing import DTypeLike
 
 from actshard.base import _arguments
 from actshard.base.layers import Layer
 from actshard.formats import registry
-from actshard.writing.capturing.arguments import job_of
+from actshard.writing.capturing.arguments import input_settings, model_settings, output_settings, run_settings
 from actshard.writing.capturing.backend import TorchModule
 from actshard.writing.capturing.callables import States
 from actshard.writing.capturing.choosing import Chooser
 from actshard.writing.capturing.encoding import Example
+from actshard.writing.capturing.job import CaptureJob
 from actshard.writing.capturing.result import Captured, Problem
 from actshard.writing.capturing.running import CaptureProgress, OnNonfinite
 
@@ -33,13 +34,13 @@ __all__ = ["CaptureProgress", "Captured", "Example", "Problem", "capture"]
 
 def capture(
     model: str | os.PathLike[str] | TorchModule | States,
-    texts: str | os.PathLike[str] | Iterable[Any],
+    texts: str | os.PathLike[str] | Iterable[object],
     path: str | os.PathLike[str],
     format: str = registry.DEFAULT_FORMAT,
     *,
     layers: Layer | Sequence[Layer] | Literal["all"] = "all",
     tokens: Literal["all", "content", "last", "mean"] | int | Sequence[int] | Chooser = "all",
-    tokenizer: Any = None,
+    tokenizer: object = None,
     text: str | None = None,
     columns: Sequence[str] | None = None,
     dtype: DTypeLike | None = None,
@@ -53,7 +54,7 @@ def capture(
     part: tuple[int, int] | None = None,
     estimate: bool = False,
     revision: str | None = None,
-    device: Any = None,
+    device: object = None,
     model_options: Mapping[str, object] | None = None,
     metadata: Mapping[str, object] | None = None,
     pad: bool = False,
@@ -125,32 +126,19 @@ def capture(
         NoMemoryError: a single example does not fit into memory.
     """
     estimates = _arguments.switch(estimate, "estimate")  # checked before a model gets hooks
-    job = job_of(
-        model,
-        texts,
-        path,
-        format,
-        layers=layers,
-        tokens=tokens,
-        tokenizer=tokenizer,
-        text=text,
-        columns=columns,
-        dtype=dtype,
-        special_tokens=special_tokens,
-        max_tokens=max_tokens,
-        truncate=truncate,
-        batch_tokens=batch_tokens,
-        memory=memory,
-        on_nonfinite=on_nonfinite,
-        resume=resume,
-        part=part,
-        revision=revision,
-        device=device,
-        model_options=model_options,
-        metadata=metadata,
-        pad=pad,
-        shard_bytes=shard_bytes,
-        options=options,
-        progress=progress,
+    job = CaptureJob(
+        model_settings(model, layers, dtype, revision, device, model_options),
+        input_settings(
+            texts,
+            tokens,
+            tokenizer,
+            text,
+            columns,
+            special_tokens=special_tokens,
+            max_tokens=max_tokens,
+            truncate=truncate,
+        ),
+        output_settings(path, format, metadata, options, pad=pad, shard_bytes=shard_bytes, part=part, resume=resume),
+        run_settings(batch_tokens, memory, on_nonfinite, progress),
     )
     return job.estimate() if estimates else job.run()

@@ -6,7 +6,6 @@ The function may use any library: nnsight, TransformerLens, JAX, a client of an 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -18,7 +17,7 @@ from actshard.writing.capturing.backend import BatchRows, PaddedBatch, finite_ro
 from actshard.writing.capturing.encoding import Example, name_of_function
 from actshard.writing.given import as_numpy
 
-States = Callable[[NDArray[np.int64], NDArray[np.bool_]], Mapping[Layer, Any]]
+States = Callable[[NDArray[np.int64], NDArray[np.bool_]], Mapping[Layer, object]]
 
 
 class FunctionStates:

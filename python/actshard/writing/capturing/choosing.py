@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from actshard.base._arguments import flat, is_one_of
 from actshard.base.errors import ArgumentError
 from actshard.writing.capturing.encoding import Example, name_of_function
 
-Chooser = Callable[[Example], Any]
+Chooser = Callable[[Example], object]
 WORDS = ("all", "content", "last", "mean")
 
 
@@ -41,7 +40,7 @@ class TokenChoice:
         return min(len(positions), 1) if self.has_mean else len(positions)
 
 
-def choice_of(tokens: Any) -> TokenChoice:
+def choice_of(tokens: object) -> TokenChoice:
     """Returns the choice of a ``tokens=`` argument: one of :data:`WORDS`, positions, or a function of an :class:`Example`."""
     if is_one_of(tokens, WORDS):
         chooser = {"content": _content, "last": _last}.get(tokens, _all)

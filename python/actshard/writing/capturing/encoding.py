@@ -81,7 +81,7 @@ class Encoder:
         digest: str | None,
         specials: frozenset[int],
         pad_id: int = 0,
-        chat: Callable[[Any], str] | None = None,
+        chat: Callable[[object], str] | None = None,
     ) -> None:
         self.name, self.digest, self.pad_id = name, digest, pad_id
         self._encode, self._chat = encode, chat

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -108,7 +108,7 @@ class HookedStates:
         self._mask, self._mask_kind, self._arguments = _call_of(model.trunk, model.arguments)
         self.pads = self._mask is not None
         self._copies = torch.cuda.Stream(self._device) if self._on_gpu else None
-        self._batch: tuple[Any, Any, Any] = (None, None, None)
+        self._batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
         self._kept: dict[int, torch.Tensor] = {}
         self._ends = False
         self._as_dtype: torch.dtype | None = None
@@ -145,9 +145,9 @@ class HookedStates:
         return module.register_forward_hook(after)
 
     def _keep(self, number: int, states: torch.Tensor) -> None:
-        ids, mask, rows = self._batch
-        if ids is None:
+        if self._batch is None:
             return  # the model runs for another caller
+        ids, mask, rows = self._batch
         point = self._points[number]
         if number in self._kept:
             raise UnsupportedError(
@@ -189,7 +189,7 @@ class HookedStates:
         except _LastLayerError:
             pass
         finally:
-            self._batch, states, self._kept = (None, None, None), self._kept, {}
+            self._batch, states, self._kept = None, self._kept, {}
         missing = [point for number, point in enumerate(self._points) if number not in states]
         if missing:
             raise UnsupportedError(
@@ -292,7 +292,9 @@ def _tensor_of(value: object, torch: ModuleType, point: HookPoint) -> torch.Tens
     """The states in what a module takes or returns: a tensor, or the first one of a tuple or an output object."""
     if isinstance(value, torch.Tensor):
         return value
-    values: Any = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    values: Iterable[object] = (
+        value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    )
     tensor = next((item for item in values if isinstance(item, torch.Tensor)), None)
     if tensor is None:
         raise UnsupportedError(

@@ -50,8 +50,8 @@ from actshard.writing.capturing.windows import (
     choose,
     windows,
 )
-from actshard.writing.creating import make_target, open_writer
-from actshard.writing.existing import complete_at
+from actshard.writing.creating import Creation, make_target, open_writer
+from actshard.writing.existing import Fitting, complete_at
 
 if TYPE_CHECKING:
     import os
@@ -101,9 +101,11 @@ class OutputSettings:
     path: str | os.PathLike[str]
     format: str
     metadata: Mapping[str, object]
+    options: Mapping[str, object]
+    pad: bool
+    shard_bytes: int | str | None
     part: tuple[int, int] | None
     resume: bool
-    create: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -122,13 +124,14 @@ class CaptureJob:
     Attributes:
         examples: numbers of the examples to compute. A plan's task sets its own.
         format: the format of the dataset.
+        pad: whether short examples are filled, for formats with a constant number of tokens.
     """
 
     def __init__(
         self, model: ModelSettings, inputs: InputSettings, output: OutputSettings, running: RunSettings
     ) -> None:
         self._inputs, self._output, self._running = inputs, output, running
-        self.format = output.format
+        self.format, self.pad = output.format, output.pad
         self._target_class = formats.get(output.format).target()
         self._refuse_finished(model.layers)
         self._summary = inputs.records.summary()
@@ -161,9 +164,8 @@ class CaptureJob:
             return
         try:
             target = make_target(
-                output.path, output.format, layers=layers or [0], d_model=1, dtype=None, metadata=None, num_examples=None,
-                tokens_per_example=None, shard_bytes=None, part=output.part, options=output.create["options"],
-            )  # fmt: skip
+                Creation(output.path, output.format, layers or [0], 1, part=output.part, options=output.options)
+            )
         except ArgumentError:
             return  # of options that depend on layers or a width which are not known yet; or the writer raises it again
         if (dataset_path := complete_at(target)) is not None:
@@ -241,7 +243,7 @@ class CaptureJob:
 
     # -- the request -----------------------------------------------------------------------------------------------
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """What determines the stored values: it is compared on resume, and kept in the dataset's metadata."""
         inputs, encodings = self._inputs, self._encodings
         encoder = encodings.encoder
@@ -262,24 +264,26 @@ class CaptureJob:
             "texts": None if digest is None else f"sha256:{digest}",
         }
 
-    def creation(self) -> dict[str, Any]:
-        """Arguments of :func:`actshard.create`."""
+    def creation(self) -> Creation:
+        """The dataset with all examples; its number of tokens is unknown."""
         output, target = self._output, self._target_class
         arguments = self.identity()
         holds_any = target.holds_metadata and target.metadata_keys is None
         model_field = {} if "model" in target.format_options else {"model": arguments["model"]}
-        options = dict(output.create["options"])
+        options = dict(output.options)
         for name in ("model", "revision"):
             if name in target.format_options and arguments.get(name) is not None:
                 options.setdefault(name, arguments[name])
-        return {
-            **output.create,
-            "options": options,
-            "layers": self._backend.layers,
-            "d_model": self._backend.width,
-            "dtype": str(self._backend.dtype),
-            "metadata": output.metadata if not holds_any else {**model_field, **output.metadata, "capture": arguments},
-        }
+        return Creation(
+            output.path,
+            output.format,
+            self._backend.layers,
+            self._backend.width,
+            str(self._backend.dtype),
+            output.metadata if not holds_any else {**model_field, **output.metadata, "capture": arguments},
+            shard_bytes=output.shard_bytes,
+            options=options,
+        )
 
     # -- running ---------------------------------------------------------------------------------------------------
 
@@ -291,11 +295,10 @@ class CaptureJob:
         with closing(self):
             creation = self.creation()
             self.refuse_empty(creation)
-            creation["tokens_per_example"] = self.rows_per_example()
-            writer = open_writer(
-                output.path, output.format, part=output.part, resume=output.resume, num_examples=total or None,
-                capture=self.identity(), **creation,
-            )  # fmt: skip
+            creation = replace(
+                creation, part=output.part, num_examples=total or None, tokens_per_example=self.rows_per_example()
+            )
+            writer = open_writer(creation, Fitting(output.pad), resume=output.resume, capture=self.identity())
             result = self.fill(writer)
         warn_of_problems(
             result.path,
@@ -328,15 +331,15 @@ class CaptureJob:
             raise
         return self._result(writer, run, notes, resumed_at, time.monotonic() - began)
 
-    def refuse_empty(self, creation: Mapping[str, Any]) -> None:
+    def refuse_empty(self, creation: Creation) -> None:
         """Raises ArgumentError for an empty example that the format cannot store, before anything is computed.
 
         Padding alone would make zeros of it: the format needs the column with the reason, too.
         """
-        target, inputs = _sized_target(self._output, creation, self._summary.count and len(self.examples)), self._inputs
+        target, inputs = _sized_target(creation, self._summary.count and len(self.examples)), self._inputs
         if target.ragged:
             target.take_tokens(1 if inputs.choice.has_one_row else 2)  # the writer decides by the first window
-        is_padded = bool(self._output.create["pad"]) and target.holds_columns and target.only_columns is None
+        is_padded = self._output.pad and target.holds_columns and target.only_columns is None
         if (
             self._summary.count is None
             or is_padded
@@ -366,7 +369,7 @@ class CaptureJob:
             return None
         every = windows(iter(inputs.records), self._encodings, inputs.choice, Limits(CELL, CELL))
         counts = ((chosen.example.number, len(chosen.positions)) for window in every for chosen in window)
-        if self._output.create["pad"]:
+        if self._output.pad:
             return max(count for _, count in counts)
         first, expected = next(counts)
         for number, count in counts:
@@ -516,7 +519,7 @@ class CaptureJob:
             lengths = np.array([c.tokens for c in chosen], np.int64)
             rows = np.array([c.rows for c in chosen], np.int64)
             creation = self.creation()
-            target = _sized_target(self._output, creation, len(chosen))
+            target = _sized_target(creation, len(chosen))
             if not target.ragged:
                 target.take_tokens(int(rows.max()))
             _, files, size = target.estimate(np.maximum(rows, 1) if not target.ragged else rows)
@@ -601,20 +604,8 @@ class ExampleCounts:
     problem: str | None
 
 
-def _sized_target(output: OutputSettings, creation: Mapping[str, Any], count: int | None) -> Target:
-    return make_target(
-        output.path,
-        output.format,
-        layers=creation["layers"],
-        d_model=creation["d_model"],
-        dtype=creation["dtype"],
-        metadata=creation["metadata"],
-        num_examples=count or None,
-        tokens_per_example=None,
-        shard_bytes=creation["shard_bytes"],
-        part=None,
-        options=creation["options"],
-    )
+def _sized_target(creation: Creation, count: int | None) -> Target:
+    return make_target(replace(creation, num_examples=count or None))
 
 
 def source_of(settings: ModelSettings) -> TorchModel | None:

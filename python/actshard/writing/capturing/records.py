@@ -26,7 +26,7 @@ from actshard.tokens.patterns import matching
 from actshard.tokens.sources import LONGEST_LINE, RowProblem, Source, compression, inflated, reading
 from actshard.writing.capturing.column_types import ColumnTypes
 
-Row = Mapping[str, Any]
+Row = Mapping[str, object]
 TEXT, CHAT, IDS, MASK = "text", "messages", "input_ids", "attention_mask"
 _KEYS = (TEXT, "prompt", CHAT, IDS)
 """Columns that are searched for an example's text, in this order."""
@@ -64,7 +64,7 @@ class TextRecords:
     """
 
     def __init__(
-        self, begin: Callable[[], Iterable[Any]], what: str, *, once: bool = False, files: Sequence[Path] = ()
+        self, begin: Callable[[], Iterable[object]], what: str, *, once: bool = False, files: Sequence[Path] = ()
     ) -> None:
         self._begin = begin
         self.what, self.files = what, tuple(files)
@@ -265,7 +265,7 @@ def _columns(path: Path) -> list[str]:
         return []
     import pyarrow.parquet as pq
 
-    raw: Any
+    raw: object
     with reading(path), Location.at(path).open("read") as raw:
         source = raw if compression(path) is None else io.BytesIO(inflated(raw, path).read())
         return list(pq.ParquetFile(source).schema_arrow.names)
@@ -273,7 +273,7 @@ def _columns(path: Path) -> list[str]:
 
 def _lines(path: Path) -> Iterator[Row]:
     """A text per line, without its line break. Empty lines are empty examples, so that numbers of lines and examples agree."""
-    raw: Any
+    raw: object
     with reading(path), Location.at(path).open("read", pipes=True) as raw:
         for number, line in lines(inflated(raw, path), path, LONGEST_LINE):
             try:

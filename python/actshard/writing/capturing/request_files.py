@@ -42,7 +42,8 @@ from actshard.formats.speculators.read import contents_of_requests
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
 from actshard.writing import Writer
-from actshard.writing.creating import open_writer
+from actshard.writing.creating import Creation, open_writer
+from actshard.writing.existing import Fitting
 
 REQUEST, IDS = "request", "input_ids"
 """Columns: the file's name without its ending, and a token id per stored row."""
@@ -112,8 +113,8 @@ def fold(
     incomplete: Literal["wait", "skip"] = "wait",
     resume: bool = False,
     delete: bool = False,
-    metadata: Mapping[str, Any] | None = None,
-    options: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, object] | None = None,
+    options: Mapping[str, object] | None = None,
     progress: Callable[[Fold], object] | None = None,
 ) -> Fold:
     """Makes a dataset of vLLM's request files. Committed examples survive a kill.
@@ -163,17 +164,11 @@ def fold(
         raise MissingFileError("expected a folder of request files, found none", path=folder)
     names = None if layers is None else tuple(one(layer) for layer in layers)
     work = _Folding(_RequestFolder(folder), names, incomplete == "skip", _arguments.switch(delete, "delete"), progress)
-    settings = {
-        "format": format,
-        "dtype": dtype,
-        "metadata": None if metadata is None else dict(metadata),
-        "options": dict(options or {}),
-        "resume": _arguments.switch(resume, "resume"),
-        "capture": {"requests": str(folder)},
-    }
+    metadata = None if metadata is None else dict(metadata)
     return work.run(
-        _arguments.local_path(path),
-        settings,
+        # Layers and width are those of the first file.
+        Creation(_arguments.local_path(path), format, (), 0, dtype, metadata, options=dict(options or {})),
+        _arguments.switch(resume, "resume"),
         _arguments.switch(follow, "follow"),
         float("inf") if idle is None else idle,
     )
@@ -231,7 +226,7 @@ class _RequestFolder:
                 raise from_os(error, self.path / name, "remove") from error
 
 
-def _by_number(name: str) -> tuple[Any, ...]:
+def _by_number(name: str) -> tuple[object, ...]:
     """The key of a name, in which digits are compared as numbers."""
     return (*((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)), (-2, name))
 
@@ -257,7 +252,8 @@ class _Folding:
         self._deleted: set[str] = set()
         self._leftovers: tuple[Leftover, ...] = ()
 
-    def run(self, path: Path, settings: dict[str, Any], follow: bool, idle: float) -> Fold:
+    def run(self, creation: Creation, resume: bool, follow: bool, idle: float) -> Fold:
+        path = Path(creation.path)
         last = time.monotonic()
         writer: Writer | None = None
         resumed_at = 0
@@ -265,7 +261,7 @@ class _Folding:
             while True:
                 whole = self._look()
                 if writer is None and (whole or self._shape):
-                    writer = self._open(path, settings)
+                    writer = self._open(creation, resume)
                     resumed_at = writer.committed
                     if writer.complete:
                         return Fold(Path(writer.path), len(writer), resumed_at, True)
@@ -341,19 +337,19 @@ class _Folding:
         self._leftovers = tuple(leftovers)
         return whole
 
-    def _open(self, path: Path, settings: dict[str, Any]) -> Writer:
+    def _open(self, creation: Creation, resume: bool) -> Writer:
         assert self._shape is not None
         count, width, dtype = self._shape
         layers = self._layers or (*range(count - 1), "last")
         if len(layers) != count:
             raise ArgumentError(f"layers: expected {count} names, one of each layer of the files, found {len(layers)}")
         names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-        settings = settings | {"dtype": settings["dtype"] or names[dtype]}
-        writer = open_writer(path, layers=layers, d_model=width, **settings)
+        creation = replace(creation, layers=layers, d_model=width, dtype=creation.dtype or names[dtype])
+        writer = open_writer(creation, Fitting(), resume=resume, capture={"requests": str(self._folder.place)})
         if not writer.complete and not (writer.stores_column(REQUEST) or writer.stores_column(IDS)):
             writer.abort()
             raise ArgumentError(
-                f"format: {settings['format']} stores no columns, by which rows are those of a request; choose another format"
+                f"format: {creation.format} stores no columns, by which rows are those of a request; choose another format"
             )
         return writer
 

@@ -70,7 +70,7 @@ class Captured:
     problems: tuple[Problem, ...]
     nonfinite: int
     nonfinite_examples: tuple[int, ...]
-    provenance: Mapping[str, Any]
+    provenance: Mapping[str, object]
     estimated: bool = False
 
     def as_dict(self) -> dict[str, Any]:

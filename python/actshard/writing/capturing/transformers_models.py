@@ -115,7 +115,7 @@ def load_tokenizer(name: str, revision: str | None) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def named_tokenizer(name: str) -> Any:
+def named_tokenizer(name: str) -> object:
     """Loads a tokenizer with transformers, which also reads names of the hub and chat templates; else returns the name."""
     try:
         import transformers

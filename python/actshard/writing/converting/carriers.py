@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from actshard import formats
 from actshard.formats.carrying import Carrying
@@ -51,6 +50,6 @@ class JoinedCarrying(Carrying):
         ]
         return {"parts": parts}
 
-    def origin(self, metadata: Mapping[str, object]) -> dict[str, Any] | None:
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, object] | None:
         """None: the parts may come from several datasets."""
         return None

@@ -37,7 +37,7 @@ from actshard.writing.converting.columns import (
     left_out,
     without_place,
 )
-from actshard.writing.creating import make_target
+from actshard.writing.creating import Creation, make_target
 
 TOKENS = ("all", "content", "last")
 OVERFLOW = ("refuse", "allow")
@@ -58,6 +58,34 @@ class Loss:
     def as_dict(self) -> dict[str, str]:
         """Returns plain values for JSON."""
         return {"what": self.what, "detail": self.detail}
+
+
+@dataclass(frozen=True)
+class SourceSelection:
+    """What a conversion takes of its source, and how lengths are made equal: arguments of :func:`actshard.convert`."""
+
+    layers: Layer | Sequence[Layer] | Mapping[Layer, Layer] | None = None
+    examples: ArrayLike | slice | None = None
+    columns: Iterable[str] | Mapping[str, str] | None = None
+    tokens: str = "all"
+    pad: bool = False
+    truncate: bool = False
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """How a conversion stores its result: arguments of :func:`actshard.convert`.
+
+    Attributes:
+        created: time of the result, see :class:`~actshard.formats.target.Spec`.
+    """
+
+    dtype: DTypeLike | None
+    tokens_per_example: int | None
+    shard_bytes: int | str | None
+    metadata: Mapping[str, object] | None
+    options: Mapping[str, object]
+    created: int | None
 
 
 @dataclass(frozen=True)
@@ -159,24 +187,15 @@ def source(
     return open_quietly(src, format, io, "160MiB", storage_options=storage_options, cache=cache, layout=layout)
 
 
-def check_request(
-    store: Store,
-    format: str,
-    *,
-    layers: Layer | Sequence[Layer] | Mapping[Layer, Layer] | None,
-    examples: ArrayLike | slice | None,
-    tokens: str,
-    pad: bool,
-    truncate: bool,
-    columns: Iterable[str] | Mapping[str, str] | None = None,
-) -> ConversionRequest:
-    """Checks the arguments against the source and returns them as :class:`ConversionRequest`."""
+def check_request(store: Store, format: str, selection: SourceSelection, *, cast: bool = False) -> ConversionRequest:
+    """Checks the arguments against the source. ``cast``: see :class:`ConversionRequest`."""
     _arguments.one_of(format, formats.written(), "format")
+    layers, examples, tokens = selection.layers, selection.examples, selection.tokens
     if not store.layers:
         raise NotStoredError("contains no hidden states to convert", path=store.path)
     if not _arguments.is_one_of(tokens, TOKENS):
         raise ArgumentError(f"tokens: expected {', '.join(map(repr, TOKENS))}, found {tokens!r}")
-    pad, truncate = _arguments.switch(pad, "pad"), _arguments.switch(truncate, "truncate")
+    pad, truncate = _arguments.switch(selection.pad, "pad"), _arguments.switch(selection.truncate, "truncate")
     if isinstance(layers, Mapping):
         chosen, names = several(tuple(layers)), several(tuple(layers.values()))
     else:
@@ -197,28 +216,19 @@ def check_request(
             f"examples: expected numbers from 0 to {store.num_examples - 1}, found one out of range",
             path=store.path,
         )
-    selection = store.contents.chosen
-    if selection is not None:  # the dataset and its numbers, so that columns keep their own numbering
-        ids, store = selection.array() if ids is None else selection.array()[ids], store.whole()
+    filtered = store.contents.chosen
+    if filtered is not None:  # the dataset and its numbers, so that columns keep their own numbering
+        ids, store = filtered.array() if ids is None else filtered.array()[ids], store.whole()
     if ids is not None and not ids.size:
         raise ArgumentError("examples: expected at least one")
     if ids is not None and np.array_equal(ids, np.arange(store.num_examples)):
         ids = None
-    return ConversionRequest(store, format, chosen, names, ids, tokens, pad, truncate, choose(store, columns))
+    columns = choose(store, selection.columns)
+    return ConversionRequest(store, format, chosen, names, ids, tokens, pad, truncate, columns, cast)
 
 
-def configure_target(
-    request: ConversionRequest,
-    dst: str | os.PathLike[str],
-    *,
-    dtype: DTypeLike | None,
-    tokens_per_example: int | None,
-    shard_bytes: int | str | None,
-    metadata: Mapping[str, object] | None,
-    options: Mapping[str, object],
-    created: int | None = None,
-) -> Target:
-    """Returns the target, configured with dtype, tokens per example and metadata. ``created``: see :class:`Spec`."""
+def configure_target(request: ConversionRequest, dst: str | os.PathLike[str], settings: TargetSettings) -> Target:
+    """Returns the target, configured with dtype, tokens per example and metadata."""
     store, format = request.store, request.format
     source_metadata, source_options = described(store, format)
     if request.examples is not None or len(request.layers) < len(store.layers):
@@ -226,10 +236,10 @@ def configure_target(
     if request.tokens != "all":
         source_metadata = _content_only(source_metadata)
     source_options = {k: v for k, v in source_options.items() if k in request.kind.format_options}
-    options = request.kind.conversion_options(source_options, options, request.tokens, lambda: _pooled(store))
-    result_dtype = store.dtype if dtype is None else _arguments.dtype(dtype)[0]
+    options = request.kind.conversion_options(source_options, settings.options, request.tokens, lambda: _pooled(store))
+    result_dtype = store.dtype if settings.dtype is None else _arguments.dtype(settings.dtype)[0]
     counts: NDArray[np.int64] | None = None
-    per = tokens_per_example
+    per = settings.tokens_per_example
     if not request.kind.ragged and per is None:
         # Only pad and truncate need all lengths in advance, which may decode the whole source an extra time.
         counts = request.selected_counts(request.stored if request.pad or request.truncate else request.stored_of(0, 1))
@@ -240,18 +250,19 @@ def configure_target(
                 "Pass pad=True (--pad) to fill it with zeros."
             )
     target = make_target(
-        dst,
-        format,
-        layers=request.names,
-        d_model=store.d_model,
-        dtype=result_dtype,
-        metadata={**source_metadata, **(metadata or {})},
-        num_examples=request.count,
-        tokens_per_example=per,
-        shard_bytes=shard_bytes,
-        part=None,
-        options=options,
-        created=created,
+        Creation(
+            dst,
+            format,
+            request.names,
+            store.d_model,
+            result_dtype,
+            {**source_metadata, **(settings.metadata or {})},
+            request.count,
+            per,
+            settings.shard_bytes,
+            options=options,
+            created=settings.created,
+        )
     )
     target.content_lengths = partial(_content_lengths, request)
     target.take_dtype(result_dtype)
@@ -273,21 +284,14 @@ def refuse_target_within(request: ConversionRequest, target: Target) -> None:
 
 
 def conversion_record(
-    request: ConversionRequest,
-    overflow: str,
-    *,
-    dtype: DTypeLike | None,
-    tokens_per_example: int | None,
-    shard_bytes: int | str | None,
-    metadata: Mapping[str, object] | None,
-    options: Mapping[str, object],
-    digest: str | None = None,
+    request: ConversionRequest, overflow: str, settings: TargetSettings, digest: str | None = None
 ) -> Request:
     """The record of a conversion's request, by the verb or by a plan. :func:`configure_target` has checked the arguments.
 
     ``digest``: that of the source's files, if it is known.
     """
     store, ids = request.store, request.examples
+    dtype, tokens, shard_bytes = settings.dtype, settings.tokens_per_example, settings.shard_bytes
     arguments = {
         "format": request.format,
         "layers": [list(pair) for pair in zip(request.layers, request.names, strict=True)],
@@ -298,10 +302,10 @@ def conversion_record(
         "truncate": request.truncate,
         "overflow": overflow,
         "dtype": None if dtype is None else name_of(_arguments.dtype(dtype)[0]),
-        "tokens_per_example": None if tokens_per_example is None else int(tokens_per_example),
+        "tokens_per_example": None if tokens is None else int(tokens),
         "shard_bytes": None if shard_bytes is None else _arguments.size(shard_bytes, "shard_bytes"),
-        "metadata": None if metadata is None else dict(metadata),
-        "options": {name: value for name, value in options.items() if value is not None},
+        "metadata": None if settings.metadata is None else dict(settings.metadata),
+        "options": {name: value for name, value in settings.options.items() if value is not None},
     }
     return Request.of("convert", arguments, [digest or fingerprint(store)], request.count)
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,7 @@ from numpy.typing import NDArray
 from actshard.base.errors import ActshardError, ArgumentError, DiskFullError
 from actshard.base.work import existing_above
 from actshard.formats.target import Target
-from actshard.writing.converting.planning import ConversionRequest, configure_target
+from actshard.writing.converting.planning import ConversionRequest, TargetSettings, configure_target
 from actshard.writing.converting.running import write_all
 from actshard.writing.converting.segments import Layout
 
@@ -46,7 +45,7 @@ class Prediction:
 
 
 def predict(
-    request: ConversionRequest, target: Target, layout: Layout, sizes: Mapping[str, Any], overflow: str
+    request: ConversionRequest, target: Target, layout: Layout, settings: TargetSettings, overflow: str
 ) -> Prediction:
     """Predicts the size of a conversion's result.
 
@@ -54,7 +53,7 @@ def predict(
         request: the request.
         target: the target, with all its settings.
         layout: its lengths.
-        sizes: the arguments of :func:`configure_target` with which the target was made.
+        settings: those with which the target was made.
         overflow: ``"refuse"`` or ``"allow"``.
 
     Raises:
@@ -64,7 +63,7 @@ def predict(
     tokens, config = layout.tokens, target.config()
 
     def make_sample(part: ConversionRequest, folder: Path) -> Target:
-        sample = configure_target(part, folder, **sizes)
+        sample = configure_target(part, folder, settings)
         sample.adopt(config)
         sample.request = target.request
         return sample

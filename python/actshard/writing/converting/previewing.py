@@ -20,6 +20,8 @@ from actshard.reading.store import Store
 from actshard.writing.converting.planning import (
     OVERFLOW,
     Loss,
+    SourceSelection,
+    TargetSettings,
     check_request,
     configure_target,
     conversion_record,
@@ -65,7 +67,7 @@ class Preview:
 
 
 def preview(
-    src: Any,
+    src: object,
     dst: str | os.PathLike[str],
     format: str | None = None,
     *,
@@ -95,30 +97,10 @@ def preview(
     with boundary(root, "convert"):
         store = source(src, src_format, "auto", storage_options, cache)
         digest = fingerprint(store)
+        selection = SourceSelection(layers, examples, columns, tokens, pad, truncate)
+        settings = TargetSettings(dtype, tokens_per_example, shard_bytes, None, options, None)
         return [
-            _preview(
-                store,
-                root,
-                name,
-                format is not None,
-                {
-                    "layers": layers,
-                    "examples": examples,
-                    "columns": columns,
-                    "tokens": tokens,
-                    "pad": pad,
-                    "truncate": truncate,
-                },
-                {
-                    "dtype": dtype,
-                    "tokens_per_example": tokens_per_example,
-                    "shard_bytes": shard_bytes,
-                    "metadata": None,
-                },
-                options,
-                overflow,
-                digest,
-            )
+            _preview(store, root, name, format is not None, selection, settings, overflow, digest)
             for name in ((format,) if format is not None else formats.written())
         ]
 
@@ -128,30 +110,29 @@ def _preview(
     root: Path,
     name: str,
     only: bool,
-    selection: dict[str, Any],
-    sizes: dict[str, Any],
-    options: Mapping[str, object],
+    selection: SourceSelection,
+    settings: TargetSettings,
     overflow: str,
     digest: str,
 ) -> Preview:
     """Preview for one format. ``only``: the user named this format, so errors about the source are raised."""
     # check_request() raises for unknown names.
     kind = formats.get(name).target() if name in formats.written() else Target
-    format_options = {k: v for k, v in options.items() if only or k in kind.format_options}
-    if not kind.takes_shard_bytes and not only:
-        sizes = {**sizes, "shard_bytes": None}
+    if not only:
+        format_options = {k: v for k, v in settings.options.items() if k in kind.format_options}
+        shard_bytes = settings.shard_bytes if kind.takes_shard_bytes else None
+        settings = replace(settings, options=format_options, shard_bytes=shard_bytes)
     try:
-        request = replace(check_request(store, name, **selection), cast=sizes["dtype"] is not None)
-        sizes = {**sizes, "options": format_options}
-        target = configure_target(request, root, **sizes)
+        request = check_request(store, name, selection, cast=settings.dtype is not None)
+        target = configure_target(request, root, settings)
         refuse_target_within(request, target)
-        target.request = conversion_record(request, overflow, digest=digest, **sizes)
+        target.request = conversion_record(request, overflow, settings, digest)
         columns = prepare_columns(request, target, every=True)  # before the lengths, which are then cached
         layout = Layout.of(request, target)
         layout.settle(request, target)
         if not kind.ragged:
-            sizes["tokens_per_example"] = target.tokens
-        size = predict(request, target, layout, sizes, overflow)
+            settings = replace(settings, tokens_per_example=target.tokens)
+        size = predict(request, target, layout, settings, overflow)
         return Preview(
             name,
             root if target.names_itself else target.place(),

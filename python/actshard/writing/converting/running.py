@@ -32,6 +32,8 @@ from actshard.writing.converting.planning import (
     OVERFLOW,
     ConversionRequest,
     Loss,
+    SourceSelection,
+    TargetSettings,
     check_lengths,
     check_request,
     configure_target,
@@ -177,23 +179,10 @@ def convert(
     root = _arguments.local_path(dst, "dst")
     with boundary(root, "convert"):
         store = source(src, src_format, "pread", storage_options, cache)
-        request = replace(
-            check_request(
-                store,
-                format,
-                layers=layers,
-                examples=examples,
-                columns=columns,
-                tokens=tokens,
-                pad=pad,
-                truncate=truncate,
-            ),
-            cast=dtype is not None,
-        )
-
-        sizes: dict[str, Any] = {"dtype": dtype, "tokens_per_example": tokens_per_example, "shard_bytes": shard_bytes}
-        sizes |= {"metadata": metadata, "options": options}
-        make_target = partial(_make_target, request, root, overflow, sizes)
+        selection = SourceSelection(layers, examples, columns, tokens, pad, truncate)
+        request = check_request(store, format, selection, cast=dtype is not None)
+        settings = TargetSettings(dtype, tokens_per_example, shard_bytes, metadata, dict(options), None)
+        make_target = partial(_make_target, request, root, overflow, settings)
         target = make_target()
         if store.contents.counts_are_cheap and target.tokens is not None:
             # Checked before the first row is written, if lengths are cheap to read.
@@ -223,10 +212,10 @@ def convert(
     )
 
 
-def _make_target(request: ConversionRequest, root: Path, overflow: str, sizes: dict[str, Any]) -> Target:
-    target = configure_target(request, root, **sizes)
+def _make_target(request: ConversionRequest, root: Path, overflow: str, settings: TargetSettings) -> Target:
+    target = configure_target(request, root, settings)
     refuse_target_within(request, target)
-    target.request = conversion_record(request, overflow, **sizes)
+    target.request = conversion_record(request, overflow, settings)
     return target
 
 
@@ -411,9 +400,7 @@ def _difference(
         ids = positions if request.examples is None else request.examples[positions]
         request = replace(request, examples=ids)
     names = [target.reading[name] for name in request.names]
-    result_request = check_request(
-        result, target.format, layers=names, examples=None, tokens="all", pad=False, truncate=False
-    )
+    result_request = check_request(result, target.format, SourceSelection(names))
     offset = 0
     lost: list[int] = []
     comparison = ColumnComparison(target, result, columns)

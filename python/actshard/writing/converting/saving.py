@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 from actshard import formats
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, boundary
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 class SavesToDisk(Protocol):
@@ -25,7 +25,7 @@ def saves(convert: F) -> F:
     """Extends a conversion to sources that are objects of formats' libraries (:meth:`Format.is_given`)."""
 
     @functools.wraps(convert)
-    def wrapped(src: Any, dst: Any, format: str, **arguments: object) -> object:
+    def wrapped(src: object, dst: object, format: str, **arguments: object) -> object:
         kind = formats.of_object(src)
         if kind is None:
             return convert(src, dst, format, **arguments)

@@ -20,7 +20,7 @@ def uploads(convert: F) -> F:
     """Extends a conversion to targets that are URLs. Handles its arguments ``scratch`` and ``target_options``."""
 
     @functools.wraps(convert)
-    def wrapped(src: object, dst: Any, format: str, **arguments: object) -> object:
+    def wrapped(src: object, dst: object, format: str, **arguments: object) -> object:
         scratch, options = arguments.pop("scratch", None), arguments.pop("target_options", None)
         if _arguments.is_url_elsewhere(dst):
             return _to_url(convert, src, (dst, options, scratch), format, arguments)
@@ -32,7 +32,9 @@ def uploads(convert: F) -> F:
     return cast(F, wrapped)
 
 
-def _to_url(convert: F, src: object, target: tuple[str, Any, Any], format: str, arguments: dict[str, object]) -> object:
+def _to_url(
+    convert: F, src: object, target: tuple[str, Any, object], format: str, arguments: dict[str, object]
+) -> object:
     from actshard.writing.pushing.scratch import Scratch  # only if it is used
 
     began = time.perf_counter()

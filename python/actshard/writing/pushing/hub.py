@@ -166,7 +166,7 @@ def _is_right(file: LocalFile, digest: str, size: int, oid: str) -> bool:
     return oid == git.hexdigest()
 
 
-def _check_digest(operation: Any, digest: str, location: Location) -> None:
+def _check_digest(operation: object, digest: str, location: Location) -> None:
     """Raises FormatError if a file changed after it was verified."""
     uploaded_digest = getattr(getattr(operation, "upload_info", None), "sha256", None)
     if uploaded_digest is not None and uploaded_digest.hex() != digest:

@@ -26,7 +26,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from actshard import formats
 from actshard.base import _arguments
@@ -99,7 +98,7 @@ def stage(
         return _staged(source, lambda: Location.of_any(url, storage_options), target, chosen, check, progress)
 
 
-def origin(path: Path) -> dict[str, Any] | None:
+def origin(path: Path) -> dict[str, object] | None:
     """Source, revision and layers of a staged dataset, from its folder or the one above; None for other datasets."""
     for folder in (path, path.parent):
         marker = read_marker(folder / MARKER)
