@@ -74,6 +74,7 @@ __all__ = [
     "read_torch",
     "read_zarr",
     "remove_folders",
+    "rescale_rows",
     "run_lengths",
     "safetensors_header",
     "sync_files",
