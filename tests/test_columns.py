@@ -8,12 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pytest
 
 import actshard
 from actshard.base._columns import numbers
-from pickle_files import write as write_pickles
 
 IMPORTS = """
 import sys
@@ -71,40 +69,6 @@ def test_numbers_of_columns_are_arrays() -> None:
     for kind in (pa.int8(), pa.uint64(), pa.float32()):
         for empty in (pa.chunked_array([], kind), pa.array([], kind)):
             assert (array_of(empty).tolist(), array_of(empty).dtype) == ([], kind.to_pandas_dtype())
-
-
-@pytest.mark.parametrize("format", ["lmprobe", "zarr", "pickle", "hf_arrow", "npy", "safetensors"])
-def test_text_is_a_column_of_every_format_that_stores_texts(format: str, tmp_path: Path) -> None:
-    """The formats' own names of it are prompt and text_preview, of which the latter has at most 200 characters."""
-    texts = ["short", "l" * 300, "m" * 199, ""]
-    with actshard.create(tmp_path / "d", format, layers=[3], d_model=8) as writer:
-        writer.append(np.zeros((4, 1, 2, 8), np.float32) + 1, columns={"text": texts, "n": np.arange(4)})
-    store = actshard.open(tmp_path / "d")
-    assert store.table["text"].to_pylist() == texts
-    assert store.table.column_names.count("text") == 1
-    assert len(store.filter(pc.field("text") == "short")) == 1
-    assert len(store.filter(lambda table: pc.equal(table["text"], texts[1]))) == 1
-    with actshard.create(tmp_path / "none", format, layers=[3], d_model=8) as writer:
-        writer.append(np.ones((4, 1, 2, 8), np.float32), columns={"n": np.arange(4)})
-    none = actshard.open(tmp_path / "none").table
-    assert format == "lmprobe" or "text" not in none.column_names, "lmprobe requires texts"
-
-
-def test_a_preview_that_may_be_cut_is_no_text(tmp_path: Path) -> None:
-    """Other writers store no more of a text than its first 200 characters."""
-    sample = [
-        {
-            "sample_idx": i,
-            "activation": np.ones((2, 8), np.float32),
-            "shape": (2, 8),
-            "text_preview": text,
-            "metadata": {},
-        }
-        for i, text in enumerate(["whole", "c" * 200])
-    ]
-    store = actshard.open(write_pickles(tmp_path / "d", [{"layer_0": sample}]))
-    assert store.table["text"].to_pylist() == ["whole", None]
-    assert store.table["text_preview"].to_pylist() == ["whole", "c" * 200]
 
 
 def test_a_misspelt_option_names_the_nearest_argument(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> actshard.Store:
     return actshard.open(path)
 
 
-NUMBERS = st.sampled_from(["label", "score", "`two words`", "label + score", "-1 * label"])
+NUMBERS = st.sampled_from(["label", "score", "`two words`", "label + score", "-1 * label", "label / 2"])
 ATOMS = st.one_of(
     st.builds(
         "{} {} {}".format,
@@ -41,7 +41,10 @@ ATOMS = st.one_of(
     ),
     st.builds("verb {} {}".format, st.sampled_from(["==", "!="]), st.sampled_from(["'run'", '"swim"', "'flies'"])),
     st.builds("{} {} None".format, st.sampled_from(["score", "verb"]), st.sampled_from(["is", "is not"])),
-    st.builds("label in ({},)".format, st.sampled_from(["0, 1", "2", "5"])),
+    st.builds("{} in ({},)".format, st.sampled_from(["label", "score"]), st.sampled_from(["0, 1", "2", "5", "0.125"])),
+    st.builds(
+        "{} not in ({},)".format, st.sampled_from(["label", "score"]), st.sampled_from(["0, 1", "2", "5", "0.125"])
+    ),
     st.just("0 < label <= 1"),
 )
 CONDITIONS = st.recursive(
@@ -55,6 +58,7 @@ CONDITIONS = st.recursive(
 )
 
 
+COMPUTED = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Div: operator.truediv}
 COMPARISONS = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
@@ -81,7 +85,7 @@ def truth(text: str, row: dict[str, object]) -> bool | None:
                 a, b = value(node.left), value(node.right)
                 if a is None or b is None:
                     return None
-                return a + b if isinstance(node.op, ast.Add) else a * b
+                return COMPUTED[type(node.op)](a, b)
             case ast.BoolOp():
                 parts = [value(part) for part in node.values]
                 decided = isinstance(node.op, ast.Or)
@@ -96,10 +100,10 @@ def truth(text: str, row: dict[str, object]) -> bool | None:
     def pair(op: ast.cmpop, a: object, b: object) -> bool | None:
         if isinstance(op, ast.Is | ast.IsNot):
             return (a is None) == isinstance(op, ast.Is)
-        if isinstance(op, ast.In):
-            return a in b
         if a is None or b is None:
             return None
+        if isinstance(op, ast.In | ast.NotIn):
+            return (a in b) == isinstance(op, ast.In)
         return COMPARISONS[type(op)](a, b)
 
     def value_of_chain(parts: list[bool | None]) -> bool | None:
@@ -146,3 +150,15 @@ def test_what_is_no_condition_is_an_error_that_helps(store: actshard.Store, cond
         store.filter(condition)
     assert words in str(error.value)
     assert len(str(error.value)) < 2000
+
+
+def test_backquotes_in_texts_are_texts(tmp_path: Path) -> None:
+    texts = ["a `b` c", "x", None]
+    with actshard.create(tmp_path / "acts", "lmprobe", layers=[0], d_model=4) as writer:
+        writer.append(np.ones((3, 1, 2, 4), np.float32), columns={"text": ["1", "2", "3"], "note": texts})
+    store = actshard.open(tmp_path / "acts")
+    assert store.filter("note == 'a `b` c'").chosen.tolist() == [0]
+    assert store.filter("note in ('a `b` c', 'x')").chosen.tolist() == [0, 1]
+    assert store.filter('`note` == "x"').chosen.tolist() == [1]
+    assert store.filter("note not in ('x',)").chosen.tolist() == [0]
+    assert store.filter("None == note").chosen.tolist() == [2]

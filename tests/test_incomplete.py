@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 import actshard
@@ -131,6 +132,8 @@ def check_left_out(path: Path, absent: list[int], labels: list[int | None] | Non
     assert report.ok, report.errors
     assert [f for f in report.findings if f.severity == "note" and f.path.suffix != ".json"]
     assert not actshard.verify(path).ok
+    deep = actshard.verify(path, incomplete="skip", deep=True)
+    assert deep.ok, deep.errors  # not compared with digests of all rows
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
@@ -186,6 +189,55 @@ def test_arrow_files_are_read_up_to_the_first_that_is_not_whole(damage: str, tmp
     check_left_out(path, [], list(range(counts[1])), counts[1])
     (remark,) = [w for w in store.warnings if w.code == "examples-left-out"]
     assert remark.startswith(f"{len(files) - 2} of {len(files)} files are left out, from {files[2].name} on: ")
+
+
+def test_an_arrow_file_cut_between_its_batches_moves_no_later_example(tmp_path: Path) -> None:
+    path, files = shards(tmp_path / "d", "hf_arrow")
+    file = files[1]
+    table = pa.ipc.open_stream(file.read_bytes()).read_all()
+    ends = []
+    with file.open("wb") as out, pa.ipc.new_stream(out, table.schema) as writer:
+        for batch in table.to_batches(max_chunksize=1):
+            writer.write_batch(batch)
+            ends.append(out.tell())
+    first = len(opened(path)) and sum(
+        pa.ipc.open_stream(before.read_bytes()).read_all().num_rows for before in files[:1]
+    )
+    file.write_bytes(file.read_bytes()[: ends[0]])
+    store = opened(path)
+    assert len(store) == first + 1
+    for example in range(len(store)):
+        assert np.array_equal(store.sequence(example, 3), STATES[example, 0])
+    assert f"after {file.name}, which has no end marker" in str(store.warnings)
+
+
+@pytest.mark.parametrize("format", ["saev", "pickle", "lmprobe"])
+def test_a_partial_dataset_is_selected_converted_and_not_extended(format: str, tmp_path: Path) -> None:
+    path, files = shards(tmp_path / "d", format)
+    opened(path, "error").extend_columns({"judge": np.arange(24)})
+    files[-1].unlink()
+    store = opened(path)
+    assert store.table["judge"].to_pylist() == list(range(24))
+    with pytest.raises(actshard.UnsupportedError, match="whole dataset"):
+        store.extend_columns({"other": np.arange(24)})
+    whole = np.flatnonzero(store.token_counts > 0)
+    made = actshard.convert(store.filter(whole), tmp_path / "npy", "npy")
+    for number, example in enumerate(whole):
+        assert np.array_equal(actshard.open(made.path).sequence(number, 5), STATES[example, 1])
+    with pytest.raises(actshard.ActshardError, match=r"lacks layer|tokens"):
+        actshard.convert(store, tmp_path / "all", "zarr" if format == "pickle" else "saev")
+
+
+def test_labels_of_examples_that_are_left_out_are_left_out(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", "saev", layers=[3], d_model=8, num_examples=24, shard_bytes=2000) as writer:
+        writer.append(STATES[:, :1], labels=np.tile(np.arange(5, dtype=np.uint8), (24, 1)))
+    sorted(writer.path.glob("acts*.bin"))[0].unlink()
+    store = opened(writer.path)
+    batches = list(store.stream(3, 7, ignore_labels=[0, 2], drop_last=False))
+    examples, tokens = (np.concatenate([getattr(b, name) for b in batches]) for name in ("examples", "tokens"))
+    assert set(tokens.tolist()) == {1, 3, 4}
+    assert set(examples.tolist()) == set(np.flatnonzero(store.token_counts > 0).tolist())
+    assert np.array_equal(np.concatenate([b.activations for b in batches]), STATES[examples, 0, tokens])
 
 
 def test_nothing_whole_is_an_error(tmp_path: Path) -> None:

@@ -372,3 +372,100 @@ def test_a_guess_sees_a_vector_for_each_example(container: str, tmp_path: Path) 
         assert np.array_equal(store.gather(store.layers[0], range(4), 0), np.stack(vectors))
         if container == "list":
             assert store.table["labels"].to_pylist() == [0, 1, 1, 0]
+
+
+# -- values of the right example ---------------------------------------------------------------------------------------
+
+
+def opened(folder: Path, activations: dict[str, Any], **tables: Any) -> actshard.Store:
+    return actshard.open(folder, layout={"version": 1, "activations": activations} | tables)
+
+
+def put_any(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """As put_safetensors, for integers too."""
+    np.savez(path.with_suffix(".npz"), **arrays)
+
+
+def test_decoded_arrays_are_not_taken_for_one_another(tmp_path: Path) -> None:
+    """Joined and reinterpreted arrays exist only while they are read: another one may get their identity in memory."""
+    rows = values(6, 4, 5, 3)  # examples, layers, tokens, dim
+    for example, layers in enumerate(rows):
+        steps = {f"l{i}": {f"t{n}": layer.T[:, n : n + 1].copy() for n in range(5)} for i, layer in enumerate(layers)}
+        put_torch(tmp_path, f"{example}.pt", steps)
+    store = opened(
+        tmp_path, {"files": "{example:d}.pt", "tensor": ["l{layer:d}", "t{token:d}"], "axes": ["dim", "token"]}
+    )
+    for example, layer in itertools.product(range(6), range(4)):
+        assert np.array_equal(store.sequence(example, layer), rows[example, layer])
+
+
+@pytest.mark.parametrize("tensor", ["l{layer:d}.t{token:d}", "t{token:d}.l{layer:d}"])
+def test_steps_and_layers_may_be_in_one_key(tensor: str, tmp_path: Path) -> None:
+    rows = values(2, 12, 3)
+    arrays = {
+        tensor.replace("{layer:d}", str(layer)).replace("{token:d}", str(n)): rows[layer, n : n + 1]
+        for layer in range(2)
+        for n in range(12)
+    }
+    np.savez(tmp_path / "0.npz", **arrays)
+    store = opened(tmp_path, {"files": "{example:d}.npz", "tensor": tensor, "axes": ["token", "dim"]})
+    assert [np.array_equal(store.sequence(0, layer), rows[layer]) for layer in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("keys", "tensor"),
+    [(("t1", "t01"), "t{token:d}"), (("t1_a", "t1_b"), "t{token:d}_{_:s}"), (("l1", "l01"), "l{layer:d}")],
+)
+def test_two_keys_for_one_place_are_an_error(keys: tuple[str, str], tensor: str, tmp_path: Path) -> None:
+    put_any(tmp_path / "0.npz", {key: values(1, 3) for key in keys})
+    with pytest.raises(
+        FormatError, match=f"keys '{keys[0]}' and '{keys[1]}' are both of|keys '{keys[1]}' and '{keys[0]}'"
+    ):
+        opened(tmp_path, {"files": "{example:d}.npz", "tensor": tensor, "axes": ["token", "dim"]})
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2], [1, 2, 3], [10, 20, 30]])
+def test_columns_of_committed_examples_are_theirs(numbers: list[int], tmp_path: Path) -> None:
+    for number in numbers:
+        arrays = {"acts": np.full((2, 3), number, np.float32), "label": np.int64(number)}
+        put_any(tmp_path / f"{number}.npz", arrays)
+    committed = [numbers[0], numbers[2]]
+    (tmp_path / "done.jsonl").write_text("".join(json.dumps({"id": n, "text": f"t{n}"}) + "\n" for n in committed))
+    store = opened(
+        tmp_path,
+        {"files": "{example:d}.npz", "tensor": "acts", "axes": ["token", "dim"]},
+        columns=[{"tensor": "label"}, {"file": "done.jsonl", "by": "id", "commit": True}],
+    )
+    assert [store.sequence(i, 0)[0, 0] for i in range(2)] == committed == store.table["label"].to_pylist()
+    assert store.table["text"].to_pylist() == [f"t{n}" for n in committed]
+
+
+@pytest.mark.parametrize("lengths", [[[3, 2, 4]], [[3, 2], [4, 1]], [[0, 3], [2, 0]], [[3, 2], [5]]])
+def test_values_of_rows_are_those_of_each_example_of_a_batch(lengths: list[list[int]], tmp_path: Path) -> None:
+    expected, row = [], 0
+    for batch, counts in enumerate(lengths):
+        numbers = np.arange(row, row + sum(counts))
+        arrays = {"acts": np.repeat(numbers[:, None], 3, 1).astype(np.float32), "ids": numbers, "n": np.array(counts)}
+        put_any(tmp_path / f"{batch}.npz", arrays)
+        for count in counts:
+            expected.append(list(range(row, row + count)))
+            row += count
+    store = opened(
+        tmp_path,
+        {"files": "{batch:d}.npz", "tensor": "acts", "axes": ["row", "dim"]},
+        lengths={"tensor": "n"},
+        columns=[{"tensor": "ids", "axes": ["row"]}],
+    )
+    assert store.table["ids"].to_pylist() == expected
+    assert [store.sequence(i, 0)[:, 0].tolist() if rows else [] for i, rows in enumerate(expected)] == expected
+
+
+def test_a_shared_column_of_one_example_is_one_value(tmp_path: Path) -> None:
+    put_any(tmp_path / "5.npz", {"acts": values(2, 3)})
+    np.save(tmp_path / "labels.npy", np.array([938]))
+    store = opened(
+        tmp_path,
+        {"files": "{example:d}.npz", "tensor": "acts", "axes": ["token", "dim"]},
+        columns=[{"file": "labels.npy", "name": "label"}],
+    )
+    assert store.table["label"].to_pylist() == [938]

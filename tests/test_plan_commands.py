@@ -128,7 +128,7 @@ def test_the_other_commands_make_the_plans_of_the_functions(source: Path, tmp_pa
 OWN = {"context", "tasks", "out", "replace", "no_measure", "json", "work", "cache"}
 ELSEWHERE = {
     "convert": {"dry_run", "estimate", "resume", "verify", "exist_ok", "storage_option", "target_option", "scratch"},
-    "verify": {"deep", "storage_option"},
+    "verify": {"deep", "storage_option", "incomplete"},
     "stats": {"rows", "storage_option"},
     "tokenize": {"config", "component", "dry_run", "jobs", "overwrite"},
     "merge": {"path", "resume"},

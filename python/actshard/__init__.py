@@ -43,32 +43,32 @@ from actshard.base.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from actshard.base.layers import Layer
+from actshard.looking.stats import Stats
+from actshard.reading.opening import concat, open
+from actshard.reading.store import Store
+from actshard.reading.verifying import Report, verify
+from actshard.streaming import Batch, Stream
+from actshard.streaming.normalizer import Normalizer
+from actshard.streaming.sequences import SequenceBatch, SequenceStream
+from actshard.writing import Writer, create
+from actshard.writing.converting import Conversion, convert
+from actshard.writing.merging import merge
 
 if TYPE_CHECKING:
     from actshard import plan, plot, tokens
-    from actshard.base.layers import Layer
     from actshard.looking.reporting import report
     from actshard.looking.sampled.separability import Separability
     from actshard.looking.sampled.similarity import Similarity
     from actshard.looking.sampled.spectrum import Spectrum
-    from actshard.looking.stats import Stats
     from actshard.plan.runners import run
     from actshard.reading.arrays import LayerArray, Ragged, RowArray
     from actshard.reading.caching import CacheInfo, cache_info, clear_cache
-    from actshard.reading.opening import concat, open
-    from actshard.reading.store import Store
-    from actshard.reading.verifying import Report, verify
-    from actshard.streaming import Batch, Stream
     from actshard.streaming.mixing import MixedBatch, MixedStores, MixedStream, mix
-    from actshard.streaming.normalizer import Normalizer
     from actshard.streaming.pairing import PairedBatch, PairedStores, PairedStream, pair
-    from actshard.streaming.sequences import SequenceBatch, SequenceStream
     from actshard.streaming.supervised import up_to_last
-    from actshard.writing import Writer, create
     from actshard.writing.capturing import Captured, CaptureProgress, capture
-    from actshard.writing.converting import Conversion, convert
     from actshard.writing.converting.estimating import Estimate, estimate
-    from actshard.writing.merging import merge
     from actshard.writing.pushing import Pushed, push
     from actshard.writing.staging import Staged, stage
 
@@ -159,29 +159,18 @@ __all__ = [
 ]
 
 _MODULES = {
-    "base.layers": ("Layer",),
     "looking.reporting": ("report",),
     "looking.sampled.separability": ("Separability",),
     "looking.sampled.similarity": ("Similarity",),
     "looking.sampled.spectrum": ("Spectrum",),
-    "looking.stats": ("Stats",),
     "plan.runners": ("run",),
     "reading.arrays": ("LayerArray", "Ragged", "RowArray"),
     "reading.caching": ("CacheInfo", "cache_info", "clear_cache"),
-    "reading.opening": ("concat", "open"),
-    "reading.store": ("Store",),
-    "reading.verifying": ("Report", "verify"),
-    "streaming": ("Batch", "Stream"),
-    "streaming.normalizer": ("Normalizer",),
     "streaming.mixing": ("MixedBatch", "MixedStream", "MixedStores", "mix"),
     "streaming.pairing": ("PairedBatch", "PairedStream", "PairedStores", "pair"),
-    "streaming.sequences": ("SequenceBatch", "SequenceStream"),
     "streaming.supervised": ("up_to_last",),
-    "writing": ("Writer", "create"),
     "writing.capturing": ("CaptureProgress", "Captured", "capture"),
-    "writing.converting": ("Conversion", "convert"),
     "writing.converting.estimating": ("Estimate", "estimate"),
-    "writing.merging": ("merge",),
     "writing.pushing": ("Pushed", "push"),
     "writing.staging": ("Staged", "stage"),
 }

@@ -142,6 +142,12 @@ def test_a_state_is_of_the_same_settings(tmp_path: Path) -> None:
             tokens.PackedTokenDataset(cache, 16, **other).stream(4, shuffle="block").load_state_dict(state)
 
 
+def test_settings_may_be_numbers_of_numpy(tmp_path: Path) -> None:
+    windows = tokens.TokenSeqDataset(write_cache(tmp_path / "c", [8] * 9), 4)
+    streams = [tokens.CausalLmDataset(windows, eos_id=eos).stream(2) for eos in (np.int64(3), 3)]  # type: ignore[arg-type]
+    assert streams[0].state_dict() == streams[1].state_dict()
+
+
 def damaged_cache(folder: Path, layout: str, *, ours: bool = True) -> Path:
     """A cache of two files, without the last data file."""
     for name in "ab":

@@ -291,8 +291,11 @@ def tell(error: ActshardError) -> None:
     if not isinstance(error, FormatError | TruncatedFileError) or error.path is None or (error.offset or 0) > _HEAD:
         return
     file = Location.at(error.path)
-    text = _describe_file(file) if file.name.lower().endswith(_NAMED) else None
-    if text is not None and text not in error.detail:
+    kind = _kind_of_file(file) if file.name.lower().endswith(_NAMED) else None
+    if kind is None or kind is _EMPTY:  # which the error names
+        return
+    text = _text_of(kind, file)
+    if text not in error.detail:
         error.detail += f". It is {text}"
 
 

@@ -18,7 +18,7 @@ _BINARY: dict[type[ast.operator], Callable[[pc.Expression, pc.Expression], pc.Ex
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
+    ast.Div: lambda left, right: left.cast("float64") / right.cast("float64"),
 }
 _COMPARISONS: dict[type[ast.cmpop], Callable[[pc.Expression, pc.Expression], pc.Expression]] = {
     ast.Eq: operator.eq,
@@ -29,7 +29,8 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[pc.Expression, pc.Expression], pc.
     ast.GtE: operator.ge,
 }
 _MOST_CHARACTERS = 10_000
-_QUOTED = re.compile(r"`([^`]+)`")
+_QUOTED = re.compile(r"""("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|`([^`]+)`""")
+"""A text, which is kept, or a name in backquotes."""
 
 
 def parse(text: str, columns: Sequence[str]) -> pc.Expression:
@@ -48,7 +49,9 @@ def parse(text: str, columns: Sequence[str]) -> pc.Expression:
     quoted: list[str] = []
 
     def placeholder(match: re.Match[str]) -> str:
-        quoted.append(match[1])
+        if match[2] is None:
+            return match[0]
+        quoted.append(match[2])
         return f"__column_{len(quoted) - 1}__"
 
     try:
@@ -107,10 +110,12 @@ class _ConditionReader:
                 return self.expression(left).is_null()
             case (ast.IsNot() | ast.NotEq(), ast.Constant(value=None)):
                 return self.expression(left).is_valid()
+            case (ast.Eq() | ast.NotEq(), _) if isinstance(left, ast.Constant) and left.value is None:
+                return self._comparison(right, op, left)
             case (ast.In(), _):
-                return self.expression(left).isin(_literals(right))
+                return _is_in(self.expression(left), _literals(right))
             case (ast.NotIn(), _):
-                return ~self.expression(left).isin(_literals(right))
+                return ~_is_in(self.expression(left), _literals(right))
         if type(op) not in _COMPARISONS:
             raise ArgumentError(f"filter: 'is' compares only with None, found {ast.unparse(right)!r:.100}. Write ==")
         return _COMPARISONS[type(op)](self.expression(left), self.expression(right))
@@ -119,6 +124,15 @@ class _ConditionReader:
         import pyarrow.compute as pc
 
         return pc.field(_arguments.one_of(name, self._columns, "filter: a column"))
+
+
+def _is_in(values: pc.Expression, literals: Sequence[bool | int | float | str | None]) -> pc.Expression:
+    """Whether values are among literals; null for null, as comparisons are."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    null: pc.Expression = pc.scalar(pa.scalar(None, pa.bool_()))
+    return pc.if_else(values.is_null(), null, values.isin(literals))
 
 
 def _literals(node: ast.expr) -> list[bool | int | float | str | None]:

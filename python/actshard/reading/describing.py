@@ -15,7 +15,7 @@ from actshard.base._columns import pick_rows
 from actshard.base.errors import ActshardError, ClosedError, NotStoredError, UnsupportedError
 from actshard.base.location import Location
 from actshard.formats.tables import rows_only
-from actshard.formats.target import LONGEST_PREVIEW, OTHER_TEXT, PREVIEW
+from actshard.formats.target import OTHER_TEXT
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -141,33 +141,6 @@ def info_of(store: Readable, *, counted: bool) -> dict[str, object]:
         "warnings": [str(w) for w in store.warnings],
         "warning_codes": [w.code for w in store.warnings],
     }
-
-
-def table_of(contents: Contents) -> pa.Table:
-    """The columns of all examples. Whole texts are also named ``"text"``, next to the format's own name of them.
-
-    A preview is a whole text if it is shorter than the longest preview, unless the format stores the text itself.
-    """
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    table = columns_of(contents, contents.column_names)
-    names = table.column_names
-    if "text" not in names and (own_name := OTHER_TEXT["text"]) in names:
-        return table.add_column(names.index(own_name) + 1, "text", table[own_name])
-    strings = (pa.string(), pa.large_string())
-    if PREVIEW not in names or table[PREVIEW].type not in strings:
-        return table
-    previews = table[PREVIEW].cast(pa.large_string())
-    if not pc.any(pc.not_equal(previews, "")).as_py():  # no example has a text
-        return table
-    is_whole = pc.less(pc.utf8_length(previews), LONGEST_PREVIEW)
-    texts = pc.if_else(is_whole, previews, pa.scalar(None, pa.large_string()))
-    if "text" not in names:
-        return table.add_column(names.index(PREVIEW) + 1, "text", texts)
-    if table["text"].type not in strings:
-        return table
-    return table.set_column(names.index("text"), "text", pc.coalesce(table["text"].cast(pa.large_string()), texts))
 
 
 def columns_of(

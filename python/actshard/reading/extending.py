@@ -98,7 +98,8 @@ class _ExtendedTable:
                 "the columns",
                 path=self.file,
             )
-        if _digest_in(table) != _digest_of(self.contents):
+        # A dataset whose lost files are skipped has fewer rows.
+        if not self.contents.files_left_out and _digest_in(table) != _digest_of(self.contents):
             raise FormatError(
                 f"expected columns of the {many(count, 'example')} of this dataset, found those of another one: the dataset was "
                 "replaced after the columns were added. Move this file away to read the dataset without them",
@@ -180,6 +181,10 @@ def extend(contents: Contents, columns: Mapping[str, object] | pa.Table, *, repl
             f"extend_columns: expected the store of a dataset, found a {kind} one. Open the dataset itself, and pass a value for "
             "each of its examples (None where there is none)",
             path=root,
+        )
+    if contents.files_left_out:
+        raise UnsupportedError(
+            "extend_columns: expected a whole dataset, found one whose lost files are skipped", path=root
         )
     if not root.is_local:
         raise UnsupportedError(

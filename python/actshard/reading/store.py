@@ -33,7 +33,7 @@ from actshard.looking.sampled.verbs import SampledVerbs
 from actshard.looking.stats import Stats
 from actshard.reading.absent import Closed, Without
 from actshard.reading.arrays import LayerArray
-from actshard.reading.describing import columns_of, identity_of, info_of, sample_of, table_of
+from actshard.reading.describing import columns_of, identity_of, info_of, sample_of
 from actshard.reading.extending import ColumnVerbs
 from actshard.streaming.content import content_range, tokens_anywhere
 from actshard.streaming.normalizer import Normalizer, read_normalized, required
@@ -619,13 +619,12 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
     def table(self) -> pa.Table:
         """The columns of all examples: a pyarrow table of ``num_examples`` rows with the format's column names.
 
-        Whole texts are the column ``text`` in every format; Zarr's ``prompt`` and pickle's ``text_preview`` remain.
         Read on first use and cached. lmprobe's per-token address lists are left out, because they can take gigabytes;
         :meth:`read_columns` returns them. lmprobe has texts, labels and ids; saev has only the example number, ``example_idx``.
         """
         self._check_not_closed()
         if self._table is None:
-            self._table = table_of(self._contents)
+            self._table = self.read_columns(self._contents.column_names)
         return self._table
 
     def read_columns(self, names: str | Sequence[str], examples: ArrayLike | None = None) -> pa.Table:

@@ -346,9 +346,12 @@ def _unlabelled(
     table[list(ignore)] = False
     if not len(stored):
         return np.ones(0, np.bool_)
-    flags = np.ones((store.num_examples, int(stored[0])), np.bool_)
+    width = int(stored.max())
+    if not width:
+        return np.ones(0, np.bool_)
+    flags = np.ones((store.num_examples, width), np.bool_)
     flags[:, store.special_tokens :] = table[store.labels]
-    return flags.reshape(-1)
+    return flags[stored > 0].reshape(-1)  # examples that are left out of an incomplete dataset have none
 
 
 def _kept(store: Readable, keep: Mask, stored: NDArray[np.int64]) -> NDArray[np.bool_] | None:

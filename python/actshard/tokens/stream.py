@@ -336,13 +336,20 @@ def recipe_of(dataset: Any) -> DatasetRecipe:
     if isinstance(dataset, Composed):
         return dataset.recipe()
     digest = _digest_of_some(dataset)
-    digest.update(json.dumps(_settings_of(dataset), sort_keys=True).encode())
+    digest.update(json.dumps(_settings_of(dataset), sort_keys=True, default=_plain_number).encode())
     cache = getattr(dataset, "cache", None)
     if isinstance(cache, TokenCache):
         ledger = cache.ledger
         content = ledger.checksums or [ledger.total_num_rows, ledger.field_counts, ledger.shard_rows]
         digest.update(json.dumps(content, sort_keys=True).encode())
     return digest.hexdigest()[:16]
+
+
+def _plain_number(value: object) -> object:
+    """A number of numpy as one of Python."""
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"expected a number, a text or a flag, found {type(value).__name__}")
 
 
 def _settings_of(dataset: object) -> dict[str, object]:

@@ -154,7 +154,10 @@ class Directory:
         self._choose(layout)
 
     def _open_first(self, paths: Sequence[Location]) -> list[StreamFile]:
-        """Opens the files before the first that is not whole: numbers of examples after it are not known."""
+        """Opens the files up to the first that is not whole: numbers of examples after it are not known.
+
+        A file without an end marker may lack examples at its end; those that it has keep their numbers.
+        """
         files: list[StreamFile] = []
         for path in paths:
             try:
@@ -162,11 +165,15 @@ class Directory:
             except (MissingFileError, TruncatedFileError, FormatError) as error:
                 if not files:
                     raise
-                self.files_left_out = list(paths[len(files) :])
-                count = len(paths) - len(files)
-                text = f"{count} of {len(paths)} files are left out, from {path.name} on: {error.detail}"
-                self.warnings.append(Remark("examples-left-out", text))
-                break
+                reason, lost = f"from {path.name} on: {error.detail}", paths[len(files) :]
+            else:
+                reason, lost = f"after {path.name}, which has no end marker", paths[len(files) :]
+                if files[-1].ended or not lost:
+                    continue
+            self.files_left_out = list(lost)
+            text = f"{len(lost)} of {len(paths)} files are left out, {reason}"
+            self.warnings.append(Remark("examples-left-out", text))
+            break
         return files
 
     def _info(self) -> dict[str, object]:

@@ -102,7 +102,11 @@ class FolderColumns:
             file, value = self._value(part, units[0], self._paths(part, units[:1])[0])
             first, count = units[0].first, units[0].count
         if isinstance(value, StoredArray):
-            if value.shape and self._is_per_row(part, value.shape) and value.shape[0] != self._rows(first, count):
+            if (
+                value.shape
+                and self._is_per_row(part, value.shape, first, count)
+                and value.shape[0] != self._rows(first, count)
+            ):
                 expected = self._rows(first, count)
                 raise self._error(part, f"expected {expected} values, one per row, found {value.shape[0]}", file.path)
             value = np.broadcast_to(np.zeros((), stored(value.dtype)), value.shape)
@@ -224,23 +228,21 @@ class FolderColumns:
         index = self.index
         if index.wholes is None or part.step_of("example") is not None:
             return index.units, index.positions
-        return index.wholes, [n for unit in index.wholes for n in range(unit.count)]
+        positions = np.concatenate([np.arange(unit.count) for unit in index.wholes])
+        return index.wholes, positions[np.asarray(self._numbers(), np.int64)]
 
     def _units(self, units: Sequence[Unit]) -> list[int]:
         """The unit of each example."""
         bounds = np.array([unit.first for unit in units], np.int64)
         counts = np.array([unit.count for unit in units], np.int64)
         every = np.repeat(np.arange(len(bounds)), counts)
-        if len(every) == len(self.index.ids):
-            return list(every.tolist())
-        return [int(every[int(n)]) if isinstance(n, int) and n < len(every) else 0 for n in self.index.ids]
+        return list(every[np.asarray(self._numbers(), np.int64)].tolist())
 
     # -- arrays ----------------------------------------------------------------------------------
 
     def _read_arrays(self, part: Part) -> list[Any]:
         """One value per example, from an array or value of each unit, or of one file."""
-        shared = part.pointer is not None or (part.files is not None and not part.files.captures)
-        if shared:
+        if self._is_shared(part):
             if part.files is not None and not is_lines(part.files.text):
                 array_path = self.root.joinpath(*part.files.text.split("/"))
                 (file,) = open_files([array_path], part)
@@ -314,7 +316,7 @@ class FolderColumns:
         index = self.index
         if isinstance(values, np.ndarray):
             return self._spread_array(values, examples, part, count, positions)
-        is_one_of_many = count == 1 and index.numbered and index.wholes is None
+        is_one_of_many = count == 1 and index.numbered and index.wholes is None and not self._is_shared(part)
         if isinstance(values, list | tuple) and len(values) == count and not is_one_of_many:
             return [_plain(values[int(positions[n])]) for n in examples]
         if len(examples) <= 1 or not isinstance(values, list | tuple):
@@ -334,19 +336,11 @@ class FolderColumns:
         if part.axes and len(part.axes) == values.ndim:
             for n in [n for n, axis in enumerate(part.axes) if axis == "1"][::-1]:
                 values = values.take(0, axis=n)
-        rows = self._is_per_row(part, values.shape)
         tokens = index.tokens[list(examples)].astype(np.int64)
-        if rows:
-            ends = np.cumsum(tokens) if len(examples) == len(index.ids) else None
-            starts = (
-                np.concatenate([[0], ends[:-1]])
-                if ends is not None and len(ends)
-                else np.zeros(len(examples), np.int64)
-            )
-            if ends is not None and len(ends) and ends[-1] != len(values):
-                raise self._error(part, f"expected {ends[-1]} values, one per row, found {len(values)}")
-            return [_plain(values[a : a + n]) for a, n in zip(starts.tolist(), tokens.tolist(), strict=True)]
-        single = count == 1 and (values.ndim == 0 or values.shape[0] != 1 or index.numbered)
+        if len(examples) and self._is_per_row(part, values.shape, self._first_of(examples, positions), count):
+            return self._of_rows(values, examples, part, count, positions)
+        is_of_one = index.numbered and index.wholes is None and not self._is_shared(part)
+        single = count == 1 and (values.ndim == 0 or values.shape[0] != 1 or is_of_one)
         if single and "example" not in names:
             values = values.reshape(1, *values.shape)
         elif values.ndim == 0 or values.shape[0] != count:
@@ -359,17 +353,44 @@ class FolderColumns:
             column.append(_plain(example_values[skip : skip + n] if example_values.ndim and room else example_values))
         return column
 
+    def _first_of(self, examples: Sequence[int], positions: Sequence[int] | NDArray[np.int64]) -> int:
+        """The first example of the unit of some examples."""
+        return int(examples[0]) - int(positions[int(examples[0])]) if self.index.selection is None else 0
+
+    def _of_rows(
+        self,
+        values: NDArray[Any],
+        examples: Sequence[int],
+        part: Part,
+        count: int,
+        positions: Sequence[int] | NDArray[np.int64],
+    ) -> list[Any]:
+        """Values of examples from an array with a value for each row of all examples of a unit."""
+        index = self.index
+        if index.selection is not None:
+            raise self._error(part, "values of rows of some examples have no known place; expected values of examples")
+        first = self._first_of(examples, positions)
+        bounds = np.concatenate([[0], np.cumsum(index.tokens[first : first + count].astype(np.int64))])
+        if bounds[-1] != len(values):
+            raise self._error(part, f"expected {bounds[-1]} values, one per row, found {len(values)}")
+        places = [int(positions[example]) for example in examples]
+        return [_plain(values[bounds[place] : bounds[place + 1]]) for place in places]
+
+    def _is_shared(self, part: Part) -> bool:
+        """Whether one file has the values of all examples."""
+        return part.pointer is not None or (part.files is not None and not part.files.captures)
+
     def _room(self, part: Part) -> bool:
         """Whether a part has a value for each token."""
         return part.table == "tokens" or "token" in part.axes
 
-    def _is_per_row(self, part: Part, shape: Sequence[int]) -> bool:
-        """Whether an array of a part has a value for each row of all examples."""
+    def _is_per_row(self, part: Part, shape: Sequence[int], first: int, count: int) -> bool:
+        """Whether an array of a part has a value for each row of the ``count`` examples of a unit."""
         if part.axes:
             return "row" in part.axes
         if "row" not in self.description.activations.axes or len(shape) == 0:
             return False
-        return bool(shape[0] == self._rows(0, len(self.index.ids)) != len(self.index.ids))
+        return bool(shape[0] == self._rows(first, count) != count)
 
 
 def _plain(value: Any) -> Any:

@@ -300,6 +300,8 @@ class Finder:
         self.lengths = Lengths(root, description)
         self.row_files: dict[Any, int] = {}
         self.made_files: list[RowFile] = []
+        self.decoded_arrays: list[StoredArray] = []
+        """Arrays whose identities are keys of row_files: kept, so that no other array gets the identity of one of them."""
         self.d_model = 0
         self.dtype = ""
         self.length_files = self._files_by_capture(description.lengths)
@@ -490,6 +492,7 @@ class Finder:
         key = (file.path, step, array.swapped and not is_decoded, id(key_array) if is_decoded else None)
         if key not in self.row_files:
             self.row_files[key] = len(self.made_files)
+            self.decoded_arrays.append(key_array)
             self.made_files.append(
                 RowFile(self.place[file.path], step, array.swapped and not is_decoded, file.gzipped, decoded)
             )

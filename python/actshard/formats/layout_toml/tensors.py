@@ -46,11 +46,34 @@ def layer_keys(file: OpenedFile, steps: Sequence[Name], captured: Mapping[str, N
     index = _place_of(steps, "layer")
     if index is None:
         return {0: steps}
-    keys_by_layer: dict[Name, list[Name]] = {}
+    keys_by_layer: dict[Name, list[str]] = {}
     for values, key in matching_keys(file, listable(file, steps[:index]), str(steps[index])):
-        keys_by_layer[values["layer"]] = [*steps[:index], key, *steps[index + 1 :]]
+        keys_by_layer.setdefault(values["layer"], []).append(key)
     order = sorted(keys_by_layer, key=lambda layer: (isinstance(layer, str), layer))
-    return {layer: keys_by_layer[layer] for layer in order}
+    return {
+        layer: [*steps[:index], _one_key(file, steps[index], layer, keys_by_layer[layer]), *steps[index + 1 :]]
+        for layer in order
+    }
+
+
+def _one_key(file: OpenedFile, step: Name, layer: Name, keys: Sequence[str]) -> str:
+    """The key of a layer; the step with the layer filled in if the same key captures the steps to join.
+
+    Raises:
+        FormatError: several keys have the layer, so one would hide the others.
+    """
+    if "{token" not in str(step):
+        if len(keys) > 1:
+            raise FormatError(f"keys {keys[0]!r} and {keys[1]!r} are both of layer {layer!r}", path=file.path)
+        return keys[0]
+    (filled,) = fill([step], {"layer": layer})
+    pattern = Pattern.of(str(filled))
+    lost = next((key for key in keys if pattern.match(key) is None), None)
+    if lost is not None:
+        raise FormatError(
+            f"key {lost!r}: expected {str(filled)!r} for layer {layer!r}, without leading zeros", path=file.path
+        )
+    return str(filled)
 
 
 def listable(file: OpenedFile, steps: Sequence[Name]) -> list[Name]:
@@ -63,7 +86,11 @@ def _pieces(file: OpenedFile, steps: Sequence[Name]) -> list[list[Name]]:
     at = _place_of(steps, "token")
     if at is None:
         return [list(steps)]
-    keys = {values["token"]: key for values, key in matching_keys(file, steps[:at], str(steps[at]))}
+    keys: dict[Name, str] = {}
+    for values, key in matching_keys(file, steps[:at], str(steps[at])):
+        other = keys.setdefault(values["token"], key)
+        if other != key:
+            raise FormatError(f"keys {other!r} and {key!r} are both of step {values['token']!r}", path=file.path)
     order = sorted(keys, key=lambda token: (isinstance(token, str), token))
     return [[*steps[:at], keys[token], *steps[at + 1 :]] for token in order]
 

@@ -108,7 +108,7 @@ def _mark_lacking(request: ConversionRequest, ids: NDArray[np.int64], counts: ND
     stored_layers = contents.unit_columns(unit)["layers"].to_pylist()
     counts = counts.copy()
     for row, example in zip(counts, ids.tolist(), strict=True):
-        example_layers = stored_layers[example - contents.units[unit]]
+        example_layers = stored_layers[example - contents.units[unit]] or ()  # None: left out of an incomplete dataset
         row[[layer not in example_layers for layer in request.layers]] = -1
     return counts
 
