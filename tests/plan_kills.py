@@ -54,7 +54,7 @@ POINTS: tuple[tuple[Any, str], ...] = (
     (plans, "write_json"),
     (merging, "_begin"),
     (merging, "_remove_parts"),
-    (merging, "_leave"),
+    (merging, "_remove_work"),
     (files, "sync_folders"),
     (Assembled, "write"),
 )

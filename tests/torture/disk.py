@@ -93,17 +93,21 @@ class Data:
         self.negated = made(f"{format}-negated", -1)
         shutil.rmtree(self.path)
         self.files = made(format, 1)
+        self.times = {name: (self.path / name).stat().st_mtime_ns for name in self.files}
         self.replaced = self.may_replace = False
         self.mean = np.concatenate([v[1] for v in self.values]).astype("f8").mean(0)
 
     def repair(self) -> None:
-        """Restores truncated files, which stay open, and replaced ones."""
+        """Restores truncated files, with their times: one that is not open now is still the file that was listed. And replaced ones."""
         for name, content in self.files.items():
             if self.replaced:
                 self._put(name, content)
             elif (self.path / name).stat().st_size != len(content):
                 with (self.path / name).open("r+b") as opened:
                     opened.write(content)
+            else:
+                continue
+            os.utime(self.path / name, ns=(self.times[name], self.times[name]))
         self.replaced = False
 
     def replace(self) -> None:
