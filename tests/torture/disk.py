@@ -98,7 +98,7 @@ class Data:
         self.mean = np.concatenate([v[1] for v in self.values]).astype("f8").mean(0)
 
     def repair(self) -> None:
-        """Restores truncated files, with their times: one that is not open now is still the file that was listed. And replaced ones."""
+        """Restores truncated and replaced files, with their times: those of files that are not open now are the listed ones."""
         for name, content in self.files.items():
             if self.replaced:
                 self._put(name, content)
