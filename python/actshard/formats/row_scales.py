@@ -281,8 +281,8 @@ class RowScaling:
         self.take_first(block)
         codes = np.empty(block.memory.shape, np.int8)
         lengths = np.ascontiguousarray(np.maximum(block.lengths, 0)).reshape(-1)
-        scales = np.empty((len(codes), self.parts), np.float32) if self.is_own else self.values
-        assert scales is not None
+        # A copy: the thread that appends and the one that writes encode at the same time, and each lends its array to the core.
+        scales = np.empty((len(codes), self.parts), np.float32) if self.is_own else np.array(self.values, np.float32)
         sums, counts, refused = _native.quantise_spans(
             block.bytes, self.width, lengths, len(self.layers), self.parts, codes, scales, self.is_own
         )
