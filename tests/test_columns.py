@@ -76,7 +76,7 @@ def test_a_misspelt_option_names_the_nearest_argument(tmp_path: Path) -> None:
         with pytest.raises(
             actshard.ArgumentError, match=f"'{option}' is not an option of {format}; do you mean '{meant}'"
         ):
-            actshard.create(tmp_path / "d", format, layers=[3], d_model=8, **{option: 3})  # type: ignore[arg-type]
+            actshard.create(tmp_path / "d", format, layers=[3], d_model=8, **{option: 3})  # type: ignore[arg-type]  # misspelt on purpose
 
 
 def test_dir_has_only_public_names() -> None:

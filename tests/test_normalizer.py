@@ -193,7 +193,7 @@ def test_a_saved_normalizer_gives_the_same_bits_and_refuses_other_rows(tmp_path:
     with pytest.raises(actshard.ArgumentError, match=r"rows: expected \(..., 32\), found \(2, 31\) of layer"):
         loaded(np.zeros((2, 31), np.float32))
     with pytest.raises(actshard.ArgumentTypeError, match=r"expected store.normalizer\(layer\)"):
-        store.gather(first, 0, 0, normalize="stats")  # type: ignore[arg-type]
+        store.gather(first, 0, 0, normalize="stats")  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(actshard.ArgumentError, match="one layer, found one per example"):
         store.sequences([0, 1], [first, second], normalize=loaded)
 

@@ -128,8 +128,7 @@ class _Lazy(ABC):
         if self._normalize is None:
             return self._stored(examples, dtype)
         kind = self._layer, self._store.d_model, self._store.dtype
-        read = lambda stored: self._stored(examples, stored)  # noqa: E731
-        return read_normalized(self._normalize, kind, dtype, None, read)
+        return read_normalized(self._normalize, kind, dtype, None, lambda stored: self._stored(examples, stored))
 
     def _stored(self, examples: NDArray[np.int64], dtype: DTypeLike | None) -> NDArray[np.generic]:
         """As :meth:`_whole`, not normalized."""

@@ -300,8 +300,13 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         if type(examples) is not int:
             examples = self._numbers(examples)
         if normalize is not None:
-            read = lambda kind: self.gather(layer, examples, tokens, dtype=kind)  # noqa: E731
-            return read_normalized(normalize, self._row_kind(layer), dtype, out, read)
+            return read_normalized(
+                normalize,
+                self._row_kind(layer),
+                dtype,
+                out,
+                lambda stored: self.gather(layer, examples, tokens, dtype=stored),
+            )
         if dtype is None and not self._contents.converts:
             rows = self._rows.gather(group, examples, tokens, out, None)
             return rows
@@ -444,8 +449,13 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             As :meth:`gather`.
         """
         if normalize is not None:
-            read = lambda kind: self.last_tokens(layer, examples, dtype=kind)  # noqa: E731
-            return read_normalized(normalize, self._row_kind(layer), dtype, out, read)
+            return read_normalized(
+                normalize,
+                self._row_kind(layer),
+                dtype,
+                out,
+                lambda stored: self.last_tokens(layer, examples, dtype=stored),
+            )
         group = self._group(layer)
         examples = self._numbers(examples)
         tokens = None
@@ -496,8 +506,9 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             As :meth:`gather`.
         """
         if normalize is not None:
-            read = lambda kind: self.sequence(example, layer, dtype=kind)  # noqa: E731
-            return read_normalized(normalize, self._row_kind(layer), dtype, out, read)
+            return read_normalized(
+                normalize, self._row_kind(layer), dtype, out, lambda stored: self.sequence(example, layer, dtype=stored)
+            )
         group = self._group(layer)
         number = self._example(example)
         as_stored = dtype is None or _arguments.dtype(dtype)[0] == self.dtype
@@ -550,7 +561,11 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         if normalize is not None:
             rows = self.sequences(examples, layer, dtype=np.float64 if required(normalize).is_wide else None)
             kind = self._row_kind(self.layers[int(group)])
-            return [read_normalized(normalize, kind, dtype, None, lambda _, r=r: r) for r in rows]  # type: ignore[misc]
+
+            def rescale(stored_rows: NDArray[np.generic]) -> NDArray[np.generic]:
+                return read_normalized(normalize, kind, dtype, None, lambda _: stored_rows)
+
+            return [rescale(stored_rows) for stored_rows in rows]
         itemsize = self.dtype.itemsize if dtype is None else _arguments.dtype(dtype)[0].itemsize
         ends = np.cumsum(self._rows.tokens_of(group, numbers))
         slab = np.maximum(ends - 1, 0) * (self.d_model * itemsize) // _SLAB_BYTES
