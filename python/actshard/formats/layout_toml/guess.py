@@ -600,9 +600,13 @@ def _columns_of_files(
 
 def _unused_keys(file: OpenedFile, lines: list[str], wide: list[tuple[Name, ...]]) -> list[str]:
     """A remark about keys at the top of the file that no table names. Arrays of activations have a remark of their own."""
-    named = "\n".join(line for line in lines if line.startswith("tensor"))
+    tensor_lines = "\n".join(line for line in lines if line.startswith("tensor"))
     top = {steps[0] for steps in wide if steps}
-    keys = [key for key in file.names(()) if key and key not in top and f'"{key}"' not in named and not key.isdecimal()]
+    keys = [
+        key
+        for key in file.names(())
+        if key and key not in top and f'"{key}"' not in tensor_lines and not key.isdecimal()
+    ]
     if not keys:
         return []
     rest = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""

@@ -180,16 +180,16 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
         raise FormatError("expected at least one shard with a layer, found none", path=metadata[0].path)
 
     shards = _number_whole(shards, skips_incomplete=options.skip_incomplete)
-    whole = [s for s in shards if s.number is not None]
-    if not any(s.samples for s in whole):
+    whole_shards = [s for s in shards if s.number is not None]
+    if not any(s.samples for s in whole_shards):
         raise FormatError(f"expected at least one whole shard of {len(shards)}, found none", path=path)
     rows = Rows.shards(
-        [(s.path, s.compressed, s.size, s.sha256, s.samples, s.ids, list(s.layers), s.limit) for s in whole],
+        [(s.path, s.compressed, s.size, s.sha256, s.samples, s.ids, list(s.layers), s.limit) for s in whole_shards],
         layers=list(layers),
         decoded_memory=options.decoded_memory,
         io=options.io,
     )
-    _check_unique(whole, rows)
+    _check_unique(whole_shards, rows)
     absent = np.repeat([s.number is None for s in shards], [s.samples for s in shards])
     every = leave_out(rows, absent, len(layers), path, are_dense=True)
     warnings += left_out(int(absent.sum()), len(absent))
@@ -208,7 +208,7 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     first = metadata[0].value
     config = _config(metadata[0])
     compressed = [s for s in shards if s.compressed]
-    names = [*OWN_COLUMNS, *_fields_of(rows, next(i for i, s in enumerate(whole) if s.samples))]
+    names = [*OWN_COLUMNS, *_fields_of(rows, next(i for i, s in enumerate(whole_shards) if s.samples))]
     return Contents(
         format="pickle",
         path=path.place,

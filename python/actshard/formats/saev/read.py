@@ -223,11 +223,11 @@ class DumpMetadata:
         if not self.path.lists:
             found_together([shard for shard, _ in self.shards])
         for i, (shard, count) in enumerate(self.shards):
-            whole = min(count, max(0, size_of_file(shard)) // self.example_bytes)
-            absent[i * self.eps : i * self.eps + whole] = False
-            if whole < count:
+            stored_count = min(count, max(0, size_of_file(shard)) // self.example_bytes)
+            absent[i * self.eps : i * self.eps + stored_count] = False
+            if stored_count < count:
                 self.files_left_out.append(shard)
-            self.shards[i] = shard, whole
+            self.shards[i] = shard, stored_count
         return absent
 
     def _check_sizes(self, tell: Tell) -> int:
