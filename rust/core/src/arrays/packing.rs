@@ -116,7 +116,7 @@ pub fn pack(
     let codecs: Vec<Value> = serde_json::from_slice(codecs).map_err(|_| wrong("expected a list of codecs"))?;
     let encoders: Vec<ChunkEncoder> =
         codecs.iter().filter_map(|codec| ChunkEncoder::new(codec).transpose()).collect::<Result<_>>()?;
-    let encode = |place: &Range<usize>| -> Result<Vec<u8>> {
+    let encode = |place: &Range<usize>| -> Result<Cow<'_, [u8]>> {
         let rows = rows.get(place.clone()).filter(|rows| rows.len() <= chunk_bytes);
         let rows = rows.ok_or_else(|| wrong("a range outside of the rows, or longer than a chunk"))?;
         let mut chunk = Cow::Borrowed(rows);
@@ -125,18 +125,26 @@ pub fn pack(
             padded[..rows.len()].copy_from_slice(rows);
             chunk = Cow::Owned(padded);
         }
-        encoders.iter().try_fold(chunk, |bytes, encoder| encoder.encode(bytes)).map(Cow::into_owned)
+        encoders.iter().try_fold(chunk, |bytes, encoder| encoder.encode(bytes))
     };
     let batches: Vec<&[Range<usize>]> = places.chunks((AT_ONCE / chunk_bytes.max(1)).max(1)).collect();
+    // A batch's chunks are joined at once, so that the memory of each serves the next one.
     let encode_batch = |_: usize, batch: &[Range<usize>], _: &threads::Stop| {
-        batch.iter().map(&encode).collect::<Result<Vec<Vec<u8>>>>()
+        let mut joined = EncodedChunks {
+            bytes: memory::reserve((batch.len() * chunk_bytes) as u64)?,
+            sizes: memory::reserve(batch.len() as u64)?,
+        };
+        for place in batch {
+            let chunk = encode(place)?;
+            joined.bytes.extend_from_slice(&chunk);
+            joined.sizes.push(chunk.len() as u64);
+        }
+        Ok(joined)
     };
-    let chunks: Vec<Vec<Vec<u8>>> = threads::map_each(batches, &encode_batch, watch)?;
-    let sizes: Vec<u64> = chunks.iter().flatten().map(|chunk| chunk.len() as u64).collect();
+    let encoded: Vec<EncodedChunks> = threads::map_each(batches, &encode_batch, watch)?;
+    let sizes: Vec<u64> = encoded.iter().flat_map(|batch| &batch.sizes).copied().collect();
     let mut bytes = memory::reserve(sizes.iter().sum())?;
-    for chunk in chunks.into_iter().flatten() {
-        bytes.extend_from_slice(&chunk);
-    }
+    encoded.iter().for_each(|batch| bytes.extend_from_slice(&batch.bytes));
     Ok(EncodedChunks { bytes, sizes })
 }
 

@@ -296,7 +296,8 @@ impl ChunkFiles {
         }
         let open = || {
             self.check_folder(self.array_of(file))?;
-            let store = if array.plain().is_some() { &self.plain_shards } else { &self.store };
+            let store =
+                if array.plain().is_some() || array.has_rows_apart() { &self.plain_shards } else { &self.store };
             let shard = array.open_shard(&**store, &indices)?;
             let checked = array.plain().is_some_and(|form| form.checked);
             let verified = (0..shard.units()).filter(|_| checked).map(|_| AtomicBool::new(false)).collect();

@@ -143,6 +143,11 @@ impl<'a> Handout<'a> {
         *self.running.lock() == 0
     }
 
+    /// Parts that no thread has taken.
+    pub fn left(&self) -> usize {
+        self.parts.saturating_sub(self.next.load(Ordering::Relaxed))
+    }
+
     /// Takes the next part and does it; false if none is left.
     pub fn do_one(&self) -> bool {
         let part = if self.stop.is_set() { self.parts } else { self.next.fetch_add(1, Ordering::Relaxed) };

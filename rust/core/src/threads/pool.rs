@@ -131,12 +131,16 @@ struct Caller {
 }
 
 impl Caller {
-    /// Registers a caller; also returns the number of the others.
-    fn enter() -> (Caller, usize) {
+    fn enter() -> Caller {
         let pid = std::process::id();
         let enter = |now| Some(u64::from(pid) << 32 | (callers_of(now, pid) + 1));
-        let before = CALLERS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enter).unwrap_or(0);
-        (Caller { pid }, callers_of(before, pid) as usize)
+        let _ = CALLERS.fetch_update(Ordering::Relaxed, Ordering::Relaxed, enter);
+        Caller { pid }
+    }
+
+    /// The number of other callers now.
+    fn others(&self) -> usize {
+        callers_of(CALLERS.load(Ordering::Relaxed), self.pid).saturating_sub(1) as usize
     }
 }
 
@@ -181,10 +185,8 @@ impl Drop for Busy {
 /// Runs `work(0)` to `work(parts - 1)`, each once, on this thread and the pool's, and waits for them. Returns the error of
 /// the lowest failing part, so that the reported error does not depend on timing. Inside a part it uses this thread only.
 pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), watch: Watch<'_>) -> Result<()> {
-    let (_caller, others) = Caller::enter();
-    // Each caller works itself: with as many callers as processors, more threads would only cost.
-    let workers = num_threads().saturating_sub(1 + others).min(parts.saturating_sub(1));
-    let pool = if workers > 0 && !BUSY.get() { current() } else { None };
+    let caller = Caller::enter();
+    let pool = if parts > 1 && are_free() { current() } else { None };
     let Some(pool) = pool else {
         let stop = Stop::new();
         for part in 0..parts {
@@ -202,25 +204,31 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
         work(part, stop)
     };
     let handout = Handout::new(parts, &marked);
-    #[cfg(target_os = "linux")]
-    let kept_off = if others == 0 { pool.seat.keep_off_this_processor(num_threads()) } else { None };
     pool.threads.in_place_scope(|scope| {
-        for _ in 0..workers {
-            let leave = handout.enter();
-            #[cfg(target_os = "linux")]
-            let kept_off = &kept_off;
-            let handout = &handout;
-            scope.spawn(move |_| {
+        let (handout, mut workers) = (&handout, 0);
+        loop {
+            // Each caller works itself: with as many callers as processors, more threads would only cost. Others may leave before
+            // this one, so they are counted before each part.
+            let others = caller.others();
+            let most = num_threads().saturating_sub(1 + others).min(handout.left().saturating_sub(1));
+            while workers < most {
+                workers += 1;
+                let leave = handout.enter();
                 #[cfg(target_os = "linux")]
-                if let Some(before) = kept_off {
-                    seat::give_back(before);
-                }
-                let _leave = leave;
-                while handout.do_one() {}
-            });
-        }
-        // The caller works too: it is awake, and finishes a small request before the others start.
-        while handout.do_one() {
+                let kept_off = if others == 0 { pool.seat.keep_off_this_processor(num_threads()) } else { None };
+                scope.spawn(move |_| {
+                    #[cfg(target_os = "linux")]
+                    if let Some(before) = &kept_off {
+                        seat::give_back(before);
+                    }
+                    let _leave = leave;
+                    while handout.do_one() {}
+                });
+            }
+            // The caller works too: it is awake, and finishes a small request before the others start.
+            if !handout.do_one() {
+                break;
+            }
             handout.look(&mut *watch);
         }
         handout.wait(watch);
@@ -231,10 +239,12 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
 #[cfg(test)]
 #[allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 mod tests {
+    use std::collections::HashSet;
     use std::time::Duration;
 
     use super::*;
     use crate::error::{Error, Kind};
+    use crate::threads::Lock;
 
     #[test]
     fn callers_of_another_process_are_not_counted() {
@@ -288,6 +298,27 @@ mod tests {
         )
         .unwrap();
         assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+    }
+
+    /// The other caller of a long work is often a short one, such as a sum of the rows that are then written.
+    #[test]
+    fn other_threads_join_when_a_caller_leaves() {
+        let other = Lock::new(Some(Caller::enter()));
+        let threads = Lock::new(HashSet::new());
+        let work = |i: usize, _: &Stop| {
+            let mut threads = threads.lock();
+            threads.insert(std::thread::current().id());
+            let wait = threads.len() < 2.min(num_threads());
+            drop(threads);
+            if i == 3 {
+                *other.lock() = None;
+            }
+            // Until then, at most: other tests are callers too.
+            std::thread::sleep(Duration::from_millis(u64::from(wait)));
+            Ok(())
+        };
+        run(60_000, &work, &mut || false).unwrap();
+        assert_eq!(threads.into_inner().len().min(2), 2.min(num_threads()));
     }
 
     #[test]

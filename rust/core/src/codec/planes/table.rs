@@ -151,7 +151,9 @@ fn fill(tables: &mut Tables, lengths: &CodeLengths) {
                 let range = &mut larger[at..at + (1 << rest)];
                 at += 1 << rest;
                 let first = length as u64 | u64::from(*symbol) << 8 | (length as u64) << FIRST_BITS | 1 << COUNT;
-                let before = |entry: u64| (entry << 8 & (SYMBOLS ^ 0xff00)) + (entry & SUMS) + first;
+                // The sums are below 2^64. A check of each would keep the compiler from adding several at once.
+                let before =
+                    |entry: u64| (entry << 8 & (SYMBOLS ^ 0xff00)).wrapping_add(entry & SUMS).wrapping_add(first);
                 if most[rest] < MOST {
                     for (entry, after) in range.iter_mut().zip(after) {
                         *entry = before(*after);
