@@ -2,22 +2,27 @@
 
 python -m benches.packed [--folder FOLDER] [--megabytes 400] [--width 1024] [--tokens 512] [--repeats 3]
 
-Writes one layer of bfloat16 rows, which pack to about 0.68, in `safetensors` files ("flat"), as Zarr 3 ("plain") and as Zarr 3 with
-``pack="lossless"`` ("packed"), and prints: the rate of `create`; a window stream of all rows, hot and cold; random rows, hot and
-cold. Each store is opened anew for each measurement, so that nothing is decoded yet. "Cold" files are dropped from the page cache
-with ``posix_fadvise``. All rates are bytes of rows per second, the best of the repeats, which are interleaved. With short examples
-(``--tokens 20``) chunks are small.
+Writes one layer of bfloat16 rows, which pack to about 0.68, in `safetensors` files ("flat"), as Zarr 3 ("plain") and as Zarr 3
+with ``pack="lossless"`` ("packed"), and prints: the rate of `create`; a window stream of all rows, hot and cold; random rows, hot
+and cold; and the stream over a link of 200 MB/s with 30 ms of latency (:mod:`benches.slow_server`). Each store is opened anew for
+each measurement, so that nothing is decoded yet. "Cold" files are dropped from the page cache with ``posix_fadvise``. All rates
+are bytes of rows per second, the best of the repeats, which are interleaved. With short examples (``--tokens 20``) chunks are
+small.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -70,13 +75,27 @@ def drop(path: Path) -> None:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def stream(path: Path) -> float:
+def stream(path: Path | str, options: dict[str, object] | None = None, memory: str = "64MiB") -> float:
     """Bytes per second of one epoch in windows."""
-    store = actshard.open(path)
+    store = actshard.open(path, storage_options=options)
     size, start_time = 0, time.perf_counter()
-    for batch in store.stream(LAYER, BATCH, shuffle="window", seed=1, memory="64MiB"):
+    for batch in store.stream(LAYER, BATCH, shuffle="window", seed=1, memory=memory):
         size += batch.activations.nbytes
     return size / (time.perf_counter() - start_time)
+
+
+@contextmanager
+def link(folder: Path) -> Iterator[Callable[[Path], float]]:
+    """Streams of stores in ``folder`` over a slow link."""
+    command = [sys.executable, "-m", "benches.slow_server", str(folder.parent), "--latency", "0.03", "--total", "200e6"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            url = f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+            options: dict[str, object] = {"endpoint_url": url, "anon": True, "region": "us-east-1"}
+            yield lambda path: stream(f"s3://{folder.name}/{path.name}", options, "256MiB")
+        finally:
+            process.terminate()
 
 
 def gather(path: Path, count: int) -> float:
@@ -141,6 +160,8 @@ def measure(folder: Path, size: int, width: int, tokens: int, repeats: int) -> d
                     if state == "cold":
                         drop(path)
                     rates[kind] = max(rates[kind], work(path))
+    with link(folder) as stream_far:
+        table["window stream, 200 MB/s, 30 ms"] = {kind: stream_far(path) for kind, path in paths.items()}
     return table
 
 
