@@ -447,8 +447,8 @@ impl Rows {
         }
     }
 
-    /// Whether a slow source sends neighbouring rows, which need no decoding.
-    pub fn comes_from_far(&self) -> bool {
+    /// Whether several threads should gather neighbouring rows ahead: a slow source sends them, or they are decoded in small units.
+    pub fn is_gathered_ahead(&self) -> bool {
         match self {
             Rows::Strided(files, _)
             | Rows::Table(files, _)
@@ -457,11 +457,12 @@ impl Rows {
             | Rows::Records(files, _)
             | Rows::Tensors(files, _)
             | Rows::Placed(files, _) => files.wishes().is_some(),
-            Rows::Chunked(files, _) => !files.decodes() && files.wishes().is_some(),
+            Rows::Chunked(files, _) => files.decodes_small_chunks() || !files.decodes() && files.wishes().is_some(),
             Rows::Shards(..) => false,
-            Rows::Chosen(of, _) => of.comes_from_far(),
+            Rows::Chosen(of, _) => of.is_gathered_ahead(),
             Rows::Several(several) => {
-                several.parts().iter().all(|part| part.reads_blocks() || part.comes_from_far()) && !self.reads_blocks()
+                several.parts().iter().all(|part| part.reads_blocks() || part.is_gathered_ahead())
+                    && !self.reads_blocks()
             }
         }
     }

@@ -22,7 +22,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::SystemTime;
 
 use crate::arrays::coded::{CodedArray, Decode, check_plain};
-use crate::arrays::file::ChunkFile;
+use crate::arrays::file::{ChunkFile, StoredUnit};
 use crate::arrays::index::Numbers;
 use crate::arrays::key::{UNCHECKED, UnitKey, WHOLE, new_array};
 use crate::arrays::naming::Naming;
@@ -44,11 +44,15 @@ use crate::source::local::Local;
 use crate::source::mmap::Paging;
 use crate::source::queue::{Hints, Ranged};
 use crate::source::slots::{Opened, Slots};
-use crate::source::{Access, ByteRange, Io, Source, Store, Wishes, replaced};
+use crate::source::{Access, ByteRange, Io, Ready, Source, Store, Wishes, replaced};
 use crate::threads::{self, Stop, Watch};
 
 /// Chunks of which it is known that rows were decoded apart, at most: more than fit in most caches.
 const TOUCHED: u64 = 1 << 14;
+
+/// Bytes of a small chunk of a local file, and of one of a slow store, at most: a fraction of what a thread reads ahead.
+const SMALL: u64 = 256 << 10;
+const SMALL_FAR: u64 = 1 << 20;
 
 /// The encoding of chunks.
 #[derive(Debug)]
@@ -251,6 +255,17 @@ impl ChunkFiles {
     /// Whether chunks are encoded in their files, even if they can be read in place. Orders of streams depend on it.
     pub fn are_coded(&self) -> bool {
         self.arrays.iter().any(|(_, array)| matches!(array.content, Content::Coded(_)))
+    }
+
+    /// Whether all chunks are inner chunks of shards that are decoded here, each with few bytes: several threads can decode
+    /// neighbouring rows without decoding the same chunks.
+    pub fn decodes_small_chunks(&self) -> bool {
+        let most = if self.wishes.is_some() { SMALL_FAR } else { SMALL };
+        self.decodes
+            && self.arrays.iter().all(|(grid, array)| match &array.content {
+                Content::Plain { .. } => false,
+                Content::Coded(coded) => coded.sharded().is_some() && self.chunk_bytes(grid) <= most,
+            })
     }
 
     /// The grids of the arrays' chunks, in the order of the arrays.
@@ -693,6 +708,18 @@ impl Files for ChunkFiles {
         let (shard, unit) = self.shard(file, coded)?;
         let Some(stored) = shard.file.unit(unit)? else { return Ok(false) };
         coded.rows(stored, self.row.bytes, addresses, each)
+    }
+
+    fn is_at_hand(&self, file: u64) -> bool {
+        let Some(sharded) = self.sharded(&self.array(file).1) else { return false };
+        let Ok((shard, unit)) = self.shard(file, sharded) else { return false };
+        match (shard.file.source(), shard.file.unit(unit)) {
+            (Some(source), Ok(Some(StoredUnit { offset, len, .. }))) => {
+                [offset, (offset + len).saturating_sub(1)].iter().all(|at| source.is_ready(*at) == Ready::Yes)
+            }
+            (None, Ok(_)) | (_, Ok(None)) => true, // a missing chunk has the fill value
+            (_, Err(_)) => false,
+        }
     }
 
     fn decoded_bytes(&self, file: u64) -> u64 {

@@ -50,6 +50,11 @@ pub trait Files: Send + Sync {
     /// Starts to read files that will be decoded in this order, without waiting for the disk. A hint.
     fn will_need(&self, _files: &[u64]) {}
 
+    /// Whether a file that must be decoded can be read without waiting for the disk; false if that cannot be known.
+    fn is_at_hand(&self, _file: u64) -> bool {
+        false
+    }
+
     /// Bytes of memory that an open file needs because it is decoded.
     fn decoded_bytes(&self, _file: u64) -> u64 {
         0

@@ -19,6 +19,9 @@ fn look<L: Layout + ?Sized>(origin: &Origin<'_, L>, pick: Pick<'_>, items: usize
     let dtype = origin.files.row().dtype;
     let job = GatherJob::new(origin, pick, items, Cast::between(dtype, dtype)?)?;
     let mut entries = job.locate(Span { first: 0, end: items, skip: 0, rows: items as u64 })?;
+    if job.decodes {
+        return Ok(entries.iter().all(|entry| job.files.is_at_hand(job.file_of(entry))));
+    }
     entries.sort_unstable_by_key(|e| e.key);
     let mut rest = &entries[..];
     while !rest.is_empty() {

@@ -178,10 +178,13 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         if self.wanted.first >= plan.batches() {
             return Ok(());
         }
-        if shuffle == Shuffle::Exact || !(rows.reads_blocks() || rows.comes_from_far()) {
+        if shuffle == Shuffle::Exact || !(rows.reads_blocks() || rows.is_gathered_ahead()) {
             return self.batches(&epoch, make, None);
         }
         let maker = ChunkMaker::new(rows, plan, &epoch, self.wanted);
+        if maker.is_decoded_at_hand() {
+            return self.batches(&epoch, make, None);
+        }
         let make_chunk = |job, stop: &_| maker.make(job, stop);
         let threads = maker.threads();
         if shuffle == Shuffle::Window {

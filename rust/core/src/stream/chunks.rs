@@ -15,7 +15,7 @@ use crate::gather::{Ints, Out, Pick};
 use crate::memory::limit::memory_limit;
 use crate::memory::output::Output;
 use crate::rows::Rows;
-use crate::threads::{Lock, NextResult, Stop, Watch};
+use crate::threads::{self, Lock, NextResult, Stop, Watch};
 
 /// Bytes of a chunk in stored order, at most.
 const CHUNK: u64 = 4 << 20;
@@ -155,8 +155,10 @@ pub struct ChunkMaker<'a> {
     chunk_bytes: u64,
     chunk_items: u64,
     past_cache: bool,
-    /// Whether a slow source sends the rows: a chunk is one request of it, or a few at once.
-    far: bool,
+    /// Whether rows are gathered, from a slow source or with decoding, and not read in blocks.
+    gathers: bool,
+    /// Threads that read chunks, at most.
+    readers_at_once: usize,
     readers: Lock<Vec<BlockReader>>,
     /// Memory of used chunks.
     spare: Lock<Vec<Output>>,
@@ -177,20 +179,35 @@ impl<'a> ChunkMaker<'a> {
     pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> ChunkMaker<'a> {
         let item_bytes = (rows.row().bytes * plan.rows_per_item()) as u64;
         let window = plan.settings.window.min(plan.items()) * item_bytes;
-        let far = rows.comes_from_far();
+        let (gathers, far) = (rows.is_gathered_ahead(), rows.is_far());
         let chunk_bytes = if plan.settings.shuffle == Shuffle::Window && !far { WINDOW_CHUNK } else { CHUNK };
+        // Threads that decode do not wait, apart from a few whose bytes are on their way.
+        let readers_at_once = if gathers && !far { READERS.min(threads::num_threads() + 2) } else { READERS };
         let chunk_items = ((window / AHEAD as u64).clamp(SMALL_CHUNK, chunk_bytes) / item_bytes).max(1);
         // Rows that take half of the memory do not stay in the page cache until the next epoch.
         let past_cache = plan.items().saturating_mul(item_bytes) > memory_limit() / 2;
         let (readers, spare) = (Lock::new(vec![]), Lock::new(vec![]));
-        ChunkMaker { rows, plan, epoch, wanted, item_bytes, chunk_bytes, chunk_items, past_cache, far, readers, spare }
+        ChunkMaker {
+            rows,
+            plan,
+            epoch,
+            wanted,
+            item_bytes,
+            chunk_bytes,
+            chunk_items,
+            past_cache,
+            gathers,
+            readers_at_once,
+            readers,
+            spare,
+        }
     }
 
     /// Threads that read chunks, and chunks that exist at the same time: fewer if items are large.
     pub fn threads(&self) -> (usize, usize) {
         let ahead =
             (AHEAD as u64 * self.chunk_bytes / (self.chunk_items * self.item_bytes)).clamp(2, AHEAD as u64) as usize;
-        (READERS.min(ahead), ahead)
+        (self.readers_at_once.min(ahead), ahead)
     }
 
     /// The chunks of all windows from `first` on.
@@ -233,11 +250,23 @@ impl<'a> ChunkMaker<'a> {
         (0..n).step_by(size as usize).map(move |from| from..(from + size).min(n))
     }
 
-    /// Whether sampled items are in the page cache and, if `mapped`, in mapped files.
+    /// Whether rows are decoded from files in the page cache: no thread has to wait, and they are best decoded to their places.
+    pub fn is_decoded_at_hand(&self) -> bool {
+        let item = |number, each: &mut dyn FnMut(u64, Item)| each(number, self.plan.item(number));
+        self.gathers && !self.rows.is_far() && self.are_samples_cached(0..self.plan.items(), false, item)
+    }
+
+    /// Whether a window or batches need not be read ahead: their rows are in the page cache and, if `mapped`, in mapped files.
     fn is_cached(&self, places: Range<u64>, mapped: bool, item: impl Fn(u64, &mut dyn FnMut(u64, Item))) -> bool {
-        if self.far {
-            return false;
-        }
+        !self.gathers && self.are_samples_cached(places, mapped, item)
+    }
+
+    fn are_samples_cached(
+        &self,
+        places: Range<u64>,
+        mapped: bool,
+        item: impl Fn(u64, &mut dyn FnMut(u64, Item)),
+    ) -> bool {
         let mut picks = Picks::default();
         let step = (places.end - places.start).div_ceil(SAMPLES).max(1);
         for place in places.step_by(step as usize) {
@@ -272,7 +301,7 @@ impl<'a> ChunkMaker<'a> {
         let (groups, pick) = picks.as_pick();
         let cast = Cast::between(row.dtype, row.dtype)?;
         let out = &mut memory.as_mut()[..bytes];
-        if self.far {
+        if self.gathers {
             self.rows.gather(groups, pick, picks.len(), cast, Out::Dense(out), &mut || stop.is_set())?;
         } else {
             let spare = self.readers.lock().pop();
