@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import struct
 import sys
@@ -434,6 +435,51 @@ def test_opening_remote_shards_names_what_single_rows_cost(tmp_path: Path) -> No
         f"inner chunks of remote shards are read whole (up to {9 * WIDTH * 4} bytes each): single rows transfer more bytes than "
         "they have; streams and whole examples do not"
     ]
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """A hint, which file systems in memory ignore."""
+    for path in folder.rglob("c.*"):
+        with path.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="posix_fadvise")
+@pytest.mark.parametrize("pack", PACKS)
+def test_streams_of_cold_files_and_of_a_server_are_those_of_warm_files(tmp_path: Path, pack: Any) -> None:
+    """Cold rows are read ahead by several threads; windows are many, and chunks cross the pieces that a thread reads."""
+    rng = np.random.default_rng(5)
+    rows = [rng.standard_normal((2, n, 128)).astype(np.float32) for n in rng.integers(1, 90, 60)]
+    path = tmp_path / "bucket" / "acts"
+    with actshard.create(path, "zarr", version=3, pack=pack, layers=LAYERS, d_model=128, chunk_tokens=16) as writer:
+        writer.append(rows)
+
+    def batches(store: actshard.Store, **how: Any) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        stream = store.stream(LAYERS, 100, seed=1, memory="700KiB", **how)
+        return [(batch.examples, batch.tokens, np.array(batch.activations)) for batch in stream]
+
+    with served(tmp_path) as server:
+        for how in ({"shuffle": "window"}, {"shuffle": None}, {"shuffle": "window", "rank": 1, "world_size": 3}):
+            warm = batches(actshard.open(path), **how)
+            for examples, tokens, activations in warm:
+                expected = [rows[example][:, token] for example, token in zip(examples, tokens, strict=True)]
+                assert np.array_equal(bits(activations), bits(np.array(expected)))
+            drop_from_page_cache(path)
+            with warnings.catch_warnings(action="ignore"):  # plain chunks are read whole
+                far = actshard.open("s3://bucket/acts", storage_options=server.options)
+            for other in (batches(actshard.open(path), **how), batches(far, **how)):
+                for batch, same in zip(other, warm, strict=True):
+                    assert all(np.array_equal(*pair) for pair in zip(batch, same, strict=True))
+    if pack is None:  # without checksums
+        return
+    shard = next(path.rglob("c.0.0.0.0"))
+    damaged = bytearray(shard.read_bytes())
+    damaged[len(damaged) // 3] ^= 1
+    shard.write_bytes(damaged)
+    drop_from_page_cache(path)
+    with pytest.raises(actshard.FormatError, match=r"c\.0\.0\.0\.0"):
+        batches(actshard.open(path))
 
 
 def opened_shards() -> set[str]:
