@@ -36,7 +36,8 @@ pytestmark = [pytest.mark.machine, pytest.mark.filterwarnings("ignore::actshard.
 MOST_EXAMPLES = 40
 DERIVATIONS = ["filter", "filter_by_a_column", "split", "concat", "concat", "carry", "convert", "pair_as_store"]
 READS = [
-    "gather", "last_tokens", "sequences", "index", "stream", "stream", "rescaled", "sequences_stream", "stats", "mixture", "pair",
+    "gather", "last_tokens", "sequences", "index", "stream", "stream", "rescaled", "normalizer", "sequences_stream", "stats",
+    "mixture", "pair",
 ]  # fmt: skip
 SEEDS = st.integers(0, 2**24 - 1)
 """Wider ranges are not drawn from uniformly."""
@@ -238,6 +239,10 @@ class OracleMachine(CountedMachine):
             case, other = self.two_alike(draw)
             if not case.data.lacks_layers:
                 oracle_checks.check_pair(draw, case, other)
+        elif name == "normalizer":
+            case = self.pick(draw)
+            others = [other for other in self.cases if set(case.data.layers) & set(other.data.layers)]
+            oracle_checks.check_normalizer(draw, case, case if draw.random() < 0.5 else draw.choice(others))
         else:
             getattr(oracle_checks, f"check_{name}")(draw, self.pick(draw))
 
