@@ -145,6 +145,20 @@ def test_rows_of_several_dtypes_are_rescaled_in_float64(tmp_path: Path) -> None:
     assert streamed.tobytes() == rows_of(store.stream(0, 5, dtype="float32", normalize="stats")).tobytes()
     assert norm(np.concatenate([r.astype(np.float64) for r in rows])).tobytes() == streamed.tobytes()
     assert np.asarray(store.layer(0, dtype="float32", normalize=norm).rows()).tobytes() == streamed.tobytes()
+    # Rows of other dtypes than the first are not cast without dtype=, as by streams.
+    other = next(i for i, x in enumerate(rows) if len(x) and x.dtype != store.dtype)
+    for read in (
+        lambda: list(store.stream(0, 5, normalize=norm)),
+        lambda: store.gather(0, other, 0, normalize=norm),
+        lambda: store.last_tokens(0, [other], normalize=norm),
+        lambda: store.sequence(other, 0, normalize=norm),
+        lambda: store.sequences([other], 0, normalize=norm),
+        lambda: np.asarray(store.layer(0, normalize=norm).rows()),
+    ):
+        with pytest.raises(actshard.DtypeError, match="read with dtype="):
+            read()
+    alike = next(i for i, x in enumerate(rows) if len(x) and x.dtype == store.dtype)
+    assert store.sequence(alike, 0, normalize=norm).tobytes() == norm(rows[alike].astype(np.float64)).tobytes()
     # It keeps its arithmetic for datasets of one narrower dtype.
     with actshard.create(tmp_path / "single", "npy", layers=[0], d_model=5) as writer:
         writer.append(np.random.default_rng(1).normal(size=(4, 1, 3, 5)).astype(np.float32))

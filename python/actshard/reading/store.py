@@ -571,7 +571,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             raise self._out_of_range(numbers)
         if normalize is not None:
             kind = self.row_kind(self.layers[int(group)])
-            rows = self.sequences(examples, layer, dtype=kind.exact(normalize))
+            rows = self.sequences(examples, layer, dtype=kind.exact(normalize, dtype))
 
             def rescale(stored_rows: NDArray[np.generic]) -> NDArray[np.generic]:
                 return read_normalized(normalize, kind, dtype, None, lambda _: stored_rows)
@@ -597,7 +597,8 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         """The rows of a layer. Internal."""
         group = self._group(layer)
         stored = self._open_rows().stored_types(group, None) if self._contents.types_may_differ else ()
-        return RowKind(self.layers[group], self.d_model, self.dtype, any(dtype != self.dtype for dtype in stored))
+        is_mixed = any(dtype != self.dtype for dtype in stored)
+        return RowKind(self.layers[group], self.d_model, self.dtype, is_mixed, self._contents.reads_convert)
 
     def _out_of_range(self, examples: NDArray[np.int64]) -> OutOfRangeError:
         bad = examples[(examples < 0) | (examples >= self.num_examples)][0]

@@ -217,9 +217,13 @@ class RowKind:
     dtype: np.dtype[Any]
     is_mixed: bool
     """Whether some are stored in another dtype than ``dtype``."""
+    is_converted: bool
+    """Whether reads without ``dtype=`` convert these; otherwise they raise DtypeError."""
 
-    def exact(self, normalize: object) -> DTypeLike | None:
-        """The dtype in which rows are read to be normalized, as streams read them; None: as they are stored."""
+    def exact(self, normalize: object, dtype: DTypeLike | None) -> DTypeLike | None:
+        """The dtype in which rows are read to be normalized to ``dtype``, as streams read them; None: as they are stored."""
+        if self.is_mixed and dtype is None and not self.is_converted:
+            return None
         return np.float64 if self.is_mixed or required(normalize).is_wide else None
 
 
@@ -242,7 +246,7 @@ def read_normalized(
     norm = required(normalize)
     norm.check(kind.layer, kind.d_model)
     target = kind.dtype if dtype is None else _arguments.dtype(dtype)[0]
-    return norm(read(kind.exact(norm)), dtype=target, out=out)
+    return norm(read(kind.exact(norm, dtype)), dtype=target, out=out)
 
 
 def required(normalize: object) -> Normalizer:
