@@ -43,7 +43,7 @@ def make(draw: random.Random, folder: Path, io: str) -> Case:
             file.unlink()
     absent, count = _absent(files, damaged, owners, format, case)
     if len(absent) == count:
-        with pytest.raises(actshard.FormatError, match="at least one whole example"):
+        with pytest.raises(actshard.FormatError, match="at least one whole"):
             actshard.open(path, io=io, incomplete="skip")  # type: ignore[arg-type]  # one of the three
         for file, data in whole.items():
             file.write_bytes(data)

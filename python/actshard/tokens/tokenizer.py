@@ -9,8 +9,8 @@ import re
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,6 +131,18 @@ class Tokenizer:
         return text is not None and number is not None and self.encode([f" {text}"])[0][-1:] == [number]
 
 
+@dataclass(frozen=True)
+class _SharedTokenizer(Tokenizer):
+    """A tokenizer that only :func:`shared_tokenizer` returns: nothing changes it, so its digest is computed once."""
+
+    def digest(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return super().digest()
+
+
 def pieces(text: str) -> list[str]:
     """Splits a text as Levanter does: runs of 25,000 or more characters are cut into pieces of 25,000."""
     if len(text) <= _LONGEST_RUN:
@@ -227,7 +239,8 @@ def shared_tokenizer(tokenizer: object) -> Tokenizer:
     maxsize=2
 )  # one of 129,280 tokens takes 70 MB; this holds no lock while it loads, so that processes may be forked
 def _load_once(name: str, file: Path, states: tuple[tuple[int, int, str], ...]) -> Tokenizer:
-    return _read_files(name, file, needs_template=True)
+    tokenizer = _read_files(name, file, needs_template=True)
+    return _SharedTokenizer(**{part.name: getattr(tokenizer, part.name) for part in fields(tokenizer)})
 
 
 _CLOCK_STEP = 2_000_000_000

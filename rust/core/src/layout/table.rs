@@ -395,7 +395,8 @@ mod tests {
     #[test]
     fn irregular_lists_cost_8_bytes_per_token() {
         let scattered = |e: i64| (0..50).map(|t| (t % 4, e * 977 + t * 31)).collect::<Vec<_>>();
-        let examples: Vec<Listed> = (0..6400).map(|e| (scattered(e), (0, 0))).collect();
+        let listed = |list: Vec<(i64, i64)>| (list.clone(), *list.last().unwrap());
+        let examples: Vec<Listed> = (0..6400).map(|e| listed(scattered(e))).collect();
         assert!(cost(&examples, true) < 50.0 * 8.0 + 22.0);
     }
 }
