@@ -369,6 +369,22 @@ def test_nothing_is_read_before_indexing_and_copies_are_small() -> None:
         same(seen[[2, 0], 1], acts[[2, 0], 1])
 
 
+def test_a_repr_has_the_tokens_that_are_known_without_reading(tmp_path: Any) -> None:
+    for lengths, before, after in ([3, 3], "3 tokens", "3 tokens"), ([4, 1], "tokens", "1 to 4 tokens"):
+        path = tmp_path / str(len(before))
+        format, options = ("pickle", {}) if len(set(lengths)) > 1 else ("saev", {"num_examples": 2})
+        with actshard.create(path, format, layers=[0], d_model=2, **options) as writer:  # type: ignore[arg-type]  # of both
+            writer.append([np.zeros((1, n, 2), np.float32) for n in lengths])
+        acts = actshard.open(writer.path).layer(0)
+        assert f": (2 examples, {before}, 2) float32>" in repr(acts)
+        assert ("rows" if before == "tokens" else "6 rows") in repr(acts.rows())
+        assert acts.nbytes == sum(lengths) * 8
+        assert f": (2 examples, {after}, 2) float32>" in repr(acts)
+        assert ": (2 examples, tokens" not in repr(acts)
+        acts.store.close()  # type: ignore[attr-defined]  # a store
+        repr(acts)
+
+
 @pytest.mark.parametrize("name", ["lmprobe/fullseq_bf16", "pickle/numpy2_proto5", "zarr/single_minimal"])
 def test_layers_behind_a_url_equal_local_ones(name: str) -> None:
     with served(GOLDEN) as server:

@@ -32,7 +32,9 @@ def parquet(path: Path, columns: dict[str, np.ndarray]) -> Path:
 
 
 def arrow(path: Path, columns: dict[str, np.ndarray]) -> Path:
-    table = pa.table({k: pa.array(v.astype(np.float32).tolist()) for k, v in columns.items()})
+    table = pa.table(
+        {k: pa.array((v.astype(np.float32) if v.dtype.kind == "f" else v).tolist()) for k, v in columns.items()}
+    )
     path.mkdir()
     with (path / "data-00000-of-00001.arrow").open("wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
         stream.write_table(table)
@@ -233,3 +235,94 @@ def test_what_has_no_layers_is_an_error_that_names_the_columns(write: Writer, tm
     path = write(tmp_path / "d", {"label": np.arange(N), "score": np.arange(N)})
     with pytest.raises(actshard.ActshardError, match="label, score"):
         actshard.open(path)
+
+
+# -- what else files and columns could be -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [16, 32])
+def test_lists_of_equally_many_numbers_are_told_if_they_are_left_out(width: int, tmp_path: Path) -> None:
+    """Outputs next to states of three axes, whose type has no size."""
+    path = parquet(tmp_path / "d", {"logits": vectors(width, tokens=None), "hidden_states": vectors(8, layers=3)})
+    with pytest.warns(actshard.ActshardWarning, match="columns logits differ from hidden_states"):
+        assert actshard.open(path).layers == (0, 1, 2)
+
+
+def test_three_axes_are_told(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d", {"hidden_states": vectors(8, layers=3)})
+    assert actshard.open(path).warnings == ()
+    assert "columns hidden_states of three axes are taken as (layer, token, dim)" in str(actshard.verify(path).findings)
+
+
+@pytest.mark.parametrize(
+    "names", [("layer_0", "layer_1"), ("model.layers.4", "model.layers.12"), ("acts-block3", "acts-block5")]
+)
+def test_files_of_several_layers_are_refused(names: tuple[str, ...], tmp_path: Path) -> None:
+    states = [vectors(8, tokens=None) for _ in names]
+    for name, values in zip(names, states, strict=True):
+        parquet(tmp_path / name, {"act": values})
+        (tmp_path / name / "data.parquet").rename(tmp_path / f"{name}.parquet")
+        (tmp_path / name).rmdir()
+    with pytest.raises(actshard.UnknownFormatError, match=r"files of several layers \(.*\.parquet.*actshard\.pair"):
+        actshard.open(tmp_path, format="parquet_vectors")
+    assert not actshard.verify(tmp_path, format="parquet_vectors").ok
+    pair = actshard.pair(*(actshard.open(tmp_path / f"{name}.parquet", format="parquet_vectors") for name in names))
+    for layer, values in zip(pair.as_store().layers, states, strict=True):
+        np.testing.assert_array_equal(pair.as_store().last_tokens(layer), values.astype(np.float64))
+
+
+def test_rows_of_several_layers_in_one_column_are_told(tmp_path: Path) -> None:
+    table = {"activation": vectors(8, tokens=None), "layer": np.arange(N) % 3}
+    path = parquet(tmp_path / "d", table)
+    with pytest.warns(
+        actshard.ActshardWarning, match=r"column layer has values from 0 to 2.*store\.filter\('layer == 0'\)"
+    ):
+        store = actshard.open(path)
+    assert len(store.filter("layer == 0")) == 2
+    one = parquet(tmp_path / "one", table | {"layer": np.full(N, 3)})
+    assert not actshard.open(one).warnings
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_a_mask_that_is_not_applied_is_told(write: Writer, tmp_path: Path) -> None:
+    mask = np.array([[1] * (TOKENS - i % 3) + [0] * (i % 3) for i in range(N)])
+    path = write(tmp_path / "d", {"hidden_states": vectors(8), "attention_mask": mask})
+    with pytest.warns(actshard.ActshardWarning, match="column attention_mask is not applied.*keep='attention_mask'"):
+        store = actshard.open(path)
+    assert store.stream("hidden_states", 4, keep="attention_mask").num_rows == mask.sum()
+    pooled = write(tmp_path / "pooled", {"hidden_states": vectors(8, tokens=None), "attention_mask": mask})
+    assert "not applied" not in str(
+        actshard.open(pooled, format="parquet_vectors" if write is parquet else None).warnings
+    )
+
+
+def test_values_of_sparse_latents_are_no_activations(tmp_path: Path) -> None:
+    columns = {"top_acts": vectors(8, tokens=None), "top_indices": np.arange(N * 8).reshape(N, 8)}
+    path = parquet(tmp_path / "d", columns)
+    with pytest.raises(actshard.FormatError, match="sparse latents: values in column top_acts, indices in top_indices"):
+        actshard.open(path, format="parquet_vectors")
+    assert actshard.open(path, "parquet_vectors", layout={"layers": ["top_acts"]}).d_model == 8
+
+
+def test_hidden_files_links_and_numbers_as_texts(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "d", {"activation": vectors(8, tokens=None)})
+    data = (path / "data.parquet").read_bytes()
+    for name in ("_tmp.parquet", ".x.parquet"):
+        (path / name).write_bytes(data)
+    assert len(actshard.open(path)) == N
+    (path / "link.parquet").symlink_to("data.parquet")
+    with pytest.raises(actshard.FormatError, match=r"link\.parquet: expected another file than data\.parquet"):
+        actshard.open(path)
+    (path / "link.parquet").unlink()
+    (path / "data.parquet").unlink()
+    for number in (2, 10):
+        (path / f"{number}.parquet").write_bytes(data)
+    with pytest.warns(actshard.ActshardWarning, match=r"names as texts, 10\.parquet before smaller numbers"):
+        assert len(actshard.open(path)) == 2 * N
+
+
+def test_files_that_could_be_activations_are_findings_if_they_are_left_out(tmp_path: Path) -> None:
+    path = arrow(tmp_path / "a", {"hidden": vectors(8)})
+    assert actshard.verify(path).ok
+    (path / "data-00001-of-00002.arrow").write_bytes(b"x")
+    assert "unlisted-file" in actshard.verify(path).codes()

@@ -289,14 +289,47 @@ def test_vectors_of_arrow_and_parquet_have_their_types(name: str, container: str
     check(actshard.open(tmp_path), name)
 
 
+HDF5 = ("float16", "float32", "float64", *INTEGERS)
+
+
 @pytest.mark.peers
-@pytest.mark.parametrize("name", ["float16", "float32", "float64", *INTEGERS])
+@pytest.mark.parametrize("name", HDF5)
 @pytest.mark.parametrize("order", "<>")
 def test_datasets_of_hdf5_have_their_types(name: str, order: str, tmp_path: Path) -> None:
     h5py: Any = pytest.importorskip("h5py")
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["h"] = elements(name).astype(dtype_of(name).newbyteorder(order))
     check(actshard.open(tmp_path, layout=described("a.h5", "h")), name)
+
+
+MATRIX: dict[str, set[str]] = {
+    "`.npy`, `.npz`": set(SPELLINGS.values()),
+    "pickle": set(SPELLINGS.values()),
+    "torch": set(TORCH.values()),
+    "safetensors": set(NAMED),
+    "Zarr 2": {name for version, _, name in ZARR if version == 2} & ROWS,
+    "Zarr 3": {name for version, _, name in ZARR if version == 3} & ROWS,
+    "HDF5": set(HDF5),
+    "raw": {*FLOATS, *INTEGERS},
+    "Arrow, parquet": set(ARROW),
+}
+"""The types that the tests above read, by container."""
+
+
+def test_the_matrix_of_the_docs_is_that_of_these_tests() -> None:
+    page = (Path(__file__).parents[1] / "docs/formats/index.md").read_text()
+    lines = page.partition("## Element types")[2].partition("\n## ")[0].splitlines()
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines if line.startswith("|")
+    ]
+    assert head == ["dtype", *MATRIX]
+    documented = {container: set[str]() for container in MATRIX}
+    for names, *cells in rows:
+        assert len(cells) == len(MATRIX)
+        for container, cell in zip(MATRIX, cells, strict=True):
+            assert cell in ("yes", "-")
+            documented[container] |= set(names.split(", ")) if cell == "yes" else set()
+    assert documented == MATRIX
 
 
 @pytest.mark.parametrize("name", ["uint16", "int16", "int8", "uint8", "int32"])

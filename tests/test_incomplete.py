@@ -240,6 +240,19 @@ def test_labels_of_examples_that_are_left_out_are_left_out(tmp_path: Path) -> No
     assert np.array_equal(np.concatenate([b.activations for b in batches]), STATES[examples, 0, tokens])
 
 
+def test_examples_that_are_left_out_have_no_content(tmp_path: Path) -> None:
+    lengths = np.arange(24) % 5 + 1
+    options: dict[str, Any] = {"num_examples": 24, "shard_bytes": 2000, "pad": True, "tokens_per_example": 5}
+    with actshard.create(tmp_path / "d", "saev", layers=[3], d_model=8, **options) as writer:
+        writer.append([x[:1, :n] for x, n in zip(STATES, lengths.tolist(), strict=True)])
+    sorted(writer.path.glob("acts0*.bin"))[0].unlink()
+    store = opened(writer.path)
+    assert store.content_lengths is not None
+    assert store.content_lengths.tolist() == np.where(store.token_counts > 0, lengths, 0).tolist()
+    assert 0 in store.content_lengths.tolist()
+    assert store.stream(3, 7).num_rows == store.content_lengths.sum()
+
+
 def test_nothing_whole_is_an_error(tmp_path: Path) -> None:
     for format in ("saev", "pickle", "lmprobe", "hf_arrow"):
         path, files = shards(tmp_path / format, format)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import actshard
+import actshard._native as _native
 from served import served
 from shell import run_command
 
@@ -328,8 +329,9 @@ def test_scales_that_do_not_fit_are_errors_that_name_the_file(tmp_path: Path) ->
     (path / "arrays/activation_scales/1.1.0.0").unlink()
     store = actshard.open(path)
     assert store.sequence(0, 3).shape == (4, WIDTH)
-    with pytest.raises(actshard.MissingFileError, match="scales of these codes"):
+    with pytest.raises(actshard.MissingFileError, match="scales of these codes") as caught:
         store.sequence(1, "mid")
+    assert caught.value.path == path / "arrays/activation_scales/1.1.0.0"
 
 
 def test_columns_of_unusual_types_are_proved_without_scales(tmp_path: Path) -> None:
@@ -378,6 +380,18 @@ def test_first_rows_that_cannot_decide_the_scales_are_refused(kind: str, tmp_pat
         writer.flush()
         writer.append(np.ones((1, 1, 1, 4), np.float32))
     assert actshard.open(tmp_path / "t").token_counts.tolist() == [0, 0, 1]
+
+
+@pytest.mark.filterwarnings("ignore::actshard.OverflowWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_block_is_encoded_once(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actshard.formats.target.Target.block_bytes", 10 * 2 * WIDTH * 4)
+    encoded, encode = [], _native.quantise_spans
+    monkeypatch.setattr(_native, "quantise_spans", lambda *args: encoded.append(len(args[5])) or encode(*args))
+    rows = examples([10] * 4)
+    store = actshard.open(written(tmp_path / "d", rows, scales=kind, version=3))
+    assert sum(encoded) == sum(x.shape[0] * x.shape[1] for x in rows)
+    assert len(store) == len(rows)
 
 
 def test_values_beyond_the_first_scales_are_a_warning(tmp_path: Path) -> None:

@@ -256,6 +256,24 @@ def test_address_lists_of_different_lengths_are_refused(lmprobe_copy: Copy, name
         actshard.open(path)
 
 
+@pytest.mark.parametrize("name", ["row_offset", "token_shard_offsets"])
+def test_two_addresses_of_a_last_token_are_refused(lmprobe_copy: Copy, name: str) -> None:
+    """Otherwise ``last_tokens`` and ``gather`` of token -1 return different rows."""
+
+    def change(table: pa.Table, _: Meta) -> pa.Table:
+        values = table[name].to_pylist()
+        if name == "row_offset":
+            other = next(i for i, shard in enumerate(table["shard_index"].to_pylist()) if i != 6 and shard == 0)
+            return changed(table, name, 6, values[other])
+        return changed(table, name, 6, [*values[6][:-1], values[6][-1] + 1])
+
+    path = lmprobe_copy("fullseq_f32", change)
+    pattern = r"example 6: expected the last token's address, shard \d+, row \d+, at the end of its list of tokens, found shard"
+    with refuses(actshard.FormatError, path / PART, pattern):
+        actshard.open(path)
+    assert "last-token-address" in actshard.verify(path).codes()
+
+
 @pytest.mark.parametrize("value", [None, []])
 def test_example_without_address_lists_has_no_tokens(lmprobe_copy: Copy, io: str, value: Any) -> None:
     path = lmprobe_copy("fullseq_f32", lambda t, _: changed(changed(t, LISTS[0], 6, value), LISTS[1], 6, value))

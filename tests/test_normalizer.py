@@ -145,6 +145,20 @@ def test_rows_of_several_dtypes_are_rescaled_in_float64(tmp_path: Path) -> None:
     assert streamed.tobytes() == rows_of(store.stream(0, 5, dtype="float32", normalize="stats")).tobytes()
     assert norm(np.concatenate([r.astype(np.float64) for r in rows])).tobytes() == streamed.tobytes()
     assert np.asarray(store.layer(0, dtype="float32", normalize=norm).rows()).tobytes() == streamed.tobytes()
+    # Rows of other dtypes than the first are not cast without dtype=, as by streams.
+    other = next(i for i, x in enumerate(rows) if len(x) and x.dtype != store.dtype)
+    for read in (
+        lambda: list(store.stream(0, 5, normalize=norm)),
+        lambda: store.gather(0, other, 0, normalize=norm),
+        lambda: store.last_tokens(0, [other], normalize=norm),
+        lambda: store.sequence(other, 0, normalize=norm),
+        lambda: store.sequences([other], 0, normalize=norm),
+        lambda: np.asarray(store.layer(0, normalize=norm).rows()),
+    ):
+        with pytest.raises(actshard.DtypeError, match="read with dtype="):
+            read()
+    alike = next(i for i, x in enumerate(rows) if len(x) and x.dtype == store.dtype)
+    assert store.sequence(alike, 0, normalize=norm).tobytes() == norm(rows[alike].astype(np.float64)).tobytes()
     # It keeps its arithmetic for datasets of one narrower dtype.
     with actshard.create(tmp_path / "single", "npy", layers=[0], d_model=5) as writer:
         writer.append(np.random.default_rng(1).normal(size=(4, 1, 3, 5)).astype(np.float32))
@@ -156,6 +170,36 @@ def test_rows_of_several_dtypes_are_rescaled_in_float64(tmp_path: Path) -> None:
     narrow = single.stream(0, 5, center=norm.center, scale=norm.scale)
     with pytest.raises(actshard.ArgumentError, match="arithmetic"):
         narrow.load_state_dict(state)
+
+
+@pytest.mark.parametrize(("stored", "read"), [("float32", "float16"), ("float64", "float32"), ("bfloat16", "float32")])
+def test_rows_that_a_join_reads_narrower_are_rescaled_as_they_are_stored(
+    stored: str, read: str, tmp_path: Path
+) -> None:
+    parts = [written(tmp_path / name, "safetensors", stored) for name in "ab"]
+    join = actshard.concat([part for part in parts if part is not None], dtype=read)
+    filtered = join.filter(range(len(join))[::-1])
+    of_join, of_part = join.normalizer(3), parts[0].normalizer(3)  # type: ignore[union-attr]  # a dtype of the format
+    for store in (join, pickle.loads(pickle.dumps(join)), filtered):
+        acts = store.layer(3)
+        exact = np.asarray(store.layer(3, dtype="float64").rows())
+        rows = acts.rows()
+        for norm in (of_join, of_part):
+            for dtype in (None, "float16", "float32", "float64"):
+                streamed = rows_of(store.stream(3, 7, dtype=dtype, normalize=norm))
+                direct = [
+                    store.gather(3, rows.examples, rows.tokens, dtype=dtype, normalize=norm),
+                    np.concatenate(store.sequences(range(len(store)), 3, dtype=dtype, normalize=norm)),
+                    np.concatenate([store.sequence(i, 3, dtype=dtype, normalize=norm) for i in range(len(store))]),
+                    np.asarray(store.layer(3, dtype=dtype, normalize=norm).rows()),
+                    store.layer(3, dtype=dtype, normalize=norm).ragged().values,
+                ]
+                expected = norm(exact, dtype=streamed.dtype).tobytes()
+                assert [streamed.dtype, store.dtype][dtype is None] == np.dtype(dtype or read)
+                for number, read_rows in enumerate([streamed, *direct]):
+                    assert read_rows.tobytes() == expected, (number, dtype)
+            last = store.last_tokens(3, normalize=norm, dtype="float32")
+            assert last.tobytes() == norm(store.last_tokens(3, dtype="float64")).tobytes()
 
 
 def test_a_saved_normalizer_gives_the_same_bits_and_refuses_other_rows(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -261,6 +263,40 @@ def test_columns_lie_beside_the_tokens(store: Store) -> None:
             assert (ids[~real] == 0).all()
             assert (batch.columns["label"] == batch.examples % 3).all()
             assert {"ids", "label", "activations", "offsets"} <= batch.arrays().keys()
+
+
+@pytest.mark.parametrize("key", ["filter", "keep", "drop"])
+def test_only_the_columns_of_selected_examples_are_needed(key: str, tmp_path: Path) -> None:
+    """Such as those of a pickle shard that is left out, or of programs that label some examples."""
+    ids: list[Any] = [[5, 6], None, [7, None], [8], [9, 9, 9, 9]]
+    counts = [2, 3, 2, 2, 4]  # of the fourth example, not all tokens have an id
+    with actshard.create(tmp_path / "d", "pickle", layers=[2], d_model=WIDTH) as writer:
+        writer.append(
+            [values(i, n)[:1] for i, n in enumerate(counts)],
+            columns=pa.table({"ids": pa.array(ids, pa.list_(pa.int64())), "score": [0.5, None, None, None, 2.5]}),
+        )
+    store = actshard.open(tmp_path / "d")
+    options: dict[str, Any] = {"columns": ["ids", "score"]}
+    flags = np.array([True, False, False, False, True])
+    if key == "filter":
+        store = store.filter(flags)
+    if key == "keep":
+        options["keep"] = flags
+    if key == "drop":
+        with pytest.raises(actshard.FormatError, match="found null"):
+            list(store.sequences_stream(2, 4, **options))
+        store, options["too_long"] = store.filter([1, 4, 0, 0]), "drop"
+        with pytest.warns(actshard.ActshardWarning):
+            stream = store.sequences_stream(2, 2, **options)
+        assert stream.num_sequences == 2
+        expected = [([5, 6, 5, 6][:2], 0.5)] * 2
+    else:
+        stream, expected = store.sequences_stream(2, 8, **options), [([5, 6], 0.5), ([9, 9, 9, 9], 2.5)]
+    pieces = []
+    for batch in stream:
+        for number, (start, stop) in enumerate(itertools.pairwise(batch.offsets.tolist())):
+            pieces.append((batch.columns["ids"][start:stop].tolist(), batch.columns["score"][number]))
+    assert sorted(pieces) == expected
 
 
 def test_columns_that_fit_no_token_are_refused(tmp_path: Path) -> None:

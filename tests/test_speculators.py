@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pyarrow as pa
 import pytest
+from safetensors.numpy import save_file
 
 import actshard
 from draft_files import DRAFT, Expected, check_reads, copied, edit_json, opened
@@ -447,3 +448,13 @@ def test_names_of_layers_that_are_none_are_refused(tmp_path: Path) -> None:
             opened(path)
     edit_json(path / "dataset_info.json", actshard_layers=[4, "b", 2])
     assert opened(path).layers == (4, "b", 2, "last")
+
+
+def test_tensors_that_are_not_read_are_named_by_verify(tmp_path: Path) -> None:
+    for number in range(2):
+        states = np.zeros((3, 2, 8), np.float32)
+        tensors = {"hidden_states": states, "token_ids": np.arange(3), "logits": np.zeros((3, 20), np.float32)}
+        save_file(tensors, str(tmp_path / f"req-{number}.safetensors"))
+    (finding,) = [finding for finding in actshard.verify(tmp_path).findings if finding.code == "layout"]
+    assert "tensors logits are not read" in str(finding)
+    assert "layout" not in actshard.verify(REQUESTS).codes()

@@ -43,6 +43,9 @@ def summarize(data: Examples, layer: Layer, places: list[Place]) -> Summary:
         warnings.simplefilter("ignore")
         mean = np.nanmean(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
         variance = np.nanvar(np.where(finite, wide, np.nan), axis=0) if len(wide) else np.full(data.d_model, np.nan)
+        if len(wide):  # numpy's mean of equal values may differ from them
+            least, most = (reduce(np.where(finite, wide, np.nan), axis=0) for reduce in (np.nanmin, np.nanmax))
+            variance = np.where(least == most, 0.0, variance)
     norms = [norm(row) for row in stored]
     usable = [k for k, size in enumerate(norms) if math.isfinite(size)]
     by_position: dict[int, list[float]] = {}

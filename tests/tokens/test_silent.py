@@ -34,7 +34,7 @@ from actshard.tokens import ledger as ledgers
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
 from actshard.tokens.sources import Source
-from actshard.tokens.tokenizer import Tokenizer
+from actshard.tokens.tokenizer import Tokenizer, shared_tokenizer
 from actshard.tokens.writing import FieldWriters
 
 TEXTS = [{"text": "one"}, {"text": "a longer text of many more words"}, {"text": "two words"}]
@@ -739,9 +739,13 @@ def test_booleans_are_no_ids(ids: str, tmp_path: Path) -> None:
         tokens.build_cache(tmp_path / "a.jsonl", tmp_path / "c", format="prebuilt")
 
 
-def test_a_tokenizer_is_serialized_once_for_its_digest() -> None:
-    tokenizer = tokens.load_tokenizer(GOLDEN / GPT2)
+def test_a_tokenizer_of_a_build_is_serialized_once_for_its_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of load_tokenizer may be changed by their owner, by a model of equal size too."""
+    monkeypatch.setattr("actshard.tokens.tokenizer._CLOCK_STEP", -(1 << 62))
+    tokenizer = shared_tokenizer(GOLDEN / GPT2)
+    assert shared_tokenizer(GOLDEN / GPT2) is tokenizer
     digest = tokenizer.digest()
+    assert digest == tokens.load_tokenizer(GOLDEN / GPT2).digest()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Tokenizer, "as_dict", lambda self: pytest.fail("serialized again"))
         assert tokenizer.digest() == digest

@@ -85,6 +85,54 @@ def test_the_passthrough_tokenizer_has_a_vocabulary(text: str, tmp_path: Path) -
         tokens.build_cache(source, tmp_path / "c", tokenizer)
 
 
+@pytest.mark.parametrize("bad", ["1 x", "1 -5", "10", "1.0"])
+@pytest.mark.parametrize("format", ["text", "supervised"])
+def test_texts_that_are_no_ids_are_bad_records(bad: str, format: str, tmp_path: Path) -> None:
+    tokenizer = tokens.load_tokenizer("passthrough", vocab_size=10)
+    good: dict[str, Any] = {"text": "1 2"} if format == "text" else {"input": "1", "target": "2 3"}
+    wrong = dict.fromkeys(good, bad)
+    options: dict[str, Any] = {"format": {"type": format, "input_key": "input", "target_key": "target"}}
+    options = {} if format == "text" else options
+    source = write_lines(tmp_path / "a.jsonl", [good, wrong, good])
+    with pytest.raises(actshard.FormatError, match=r"a\.jsonl: line 2: the passthrough tokenizer"):
+        tokens.build_cache(source, tmp_path / "c", tokenizer, **options)
+    with pytest.warns(actshard.ActshardWarning, match=r"1 record was skipped.*line 2: the passthrough tokenizer"):
+        cache = tokens.build_cache(source, tmp_path / "c", tokenizer, on_error="skip", **options)
+    assert len(cache) == 2
+
+
+def test_a_replaced_model_is_another_tokenizer(tmp_path: Path) -> None:
+    """A model of equal size: only its content differs."""
+    source = write_lines(tmp_path / "a.jsonl", [{"text": "a b"}])
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "u": 2}, unk_token="u"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = tokens.load_tokenizer(backend)
+    first = tokens.build_cache(source, tmp_path / "c", tokenizer, enforce_eos=False)
+    backend.model = tokenizers.models.WordLevel({"a": 1, "b": 0, "u": 2}, unk_token="u")
+    assert tokenizer.encode(["a b"]) == [[1, 0]]
+    with pytest.raises(actshard.ExistsError, match="tokenizer"):
+        tokens.build_cache(source, tmp_path / "c", tokenizer, enforce_eos=False)
+    second = tokens.build_cache(source, tmp_path / "d", tokenizer, enforce_eos=False)
+    assert (first[0]["input_ids"].tolist(), second[0]["input_ids"].tolist()) == ([0, 1], [1, 0])
+
+
+def test_parts_written_in_python_are_refused_where_a_tokenizer_is_serialized(tmp_path: Path) -> None:
+    class Custom:
+        def pre_tokenize(self, text: Any) -> None:
+            text.split(lambda _, part: part.split(" ", "removed"))
+
+    source = write_lines(tmp_path / "a.jsonl", TEXTS)
+    backend = backend_with()
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.PreTokenizer.custom(Custom())
+    with pytest.raises(
+        actshard.ArgumentError, match=r"cannot be written as a tokenizer\.json.*[Cc]ustom.*tokenizers library"
+    ):
+        tokens.build_cache(source, tmp_path / "c", tokens.load_tokenizer(backend), enforce_eos=False)
+    backend.enable_padding()
+    with pytest.raises(actshard.ArgumentError, match=r"cannot be written as a tokenizer\.json"):
+        tokens.load_tokenizer(backend)
+
+
 def write_cache(
     path: Path, lengths: list[int], weight_lengths: list[int] | None = None, first: int = 0
 ) -> tokens.TokenCache:

@@ -444,7 +444,20 @@ def check_rescaled(draw: random.Random, case: Case) -> None:
     data = case.data
     layer = draw.choice(data.layers)
     arguments, chosen = draw_selection(draw, case, [layer])
-    changes: dict[str, Any] = draw.choice(
+    changes = draw_rescaling(draw)
+    places, _ = oracle.select(data, [layer], chosen)
+    summary = summarize(data, layer, places)
+    if np.isinf(summary.variance).any():  # the variance overflows float64: refused
+        return
+    stream = case.store.stream(layer, 5, dtype="float64", **changes, **arguments)
+    for batch in stream:
+        for k, place in enumerate(zip(batch.examples.tolist(), batch.tokens.tolist(), strict=True)):
+            want = rescale(data.row(layer, *place, np.float64), changes, summary)
+            assert np.allclose(batch.activations[k], want, rtol=1e-9, atol=1e-9, equal_nan=True), (place, changes)
+
+
+def draw_rescaling(draw: random.Random) -> dict[str, Any]:
+    return draw.choice(
         [
             {"center": np.array([0.5, -1.0, 2.0]), "scale": 2.0},
             {"scale": draw.choice(["unit-norm", "sqrt-d", "mean-sqrt-d"])},
@@ -455,15 +468,55 @@ def check_rescaled(draw: random.Random, case: Case) -> None:
             {"normalize": "stats"},
         ]
     )
-    places, _ = oracle.select(data, [layer], chosen)
-    summary = summarize(data, layer, places)
+
+
+def check_normalizer(draw: random.Random, case: Case, other: Case) -> None:
+    """A normalizer of one store, applied to another one: the oracle's numbers, with the same bits by every verb."""
+    layer = draw.choice([layer for layer in case.data.layers if layer in other.data.layers])
+    arguments, chosen = draw_selection(draw, case, [layer])
+    changes = draw_rescaling(draw)
+    summary = summarize(case.data, layer, oracle.select(case.data, [layer], chosen)[0])
     if np.isinf(summary.variance).any():  # the variance overflows float64: refused
         return
-    stream = case.store.stream(layer, 5, dtype="float64", **changes, **arguments)
-    for batch in stream:
-        for k, place in enumerate(zip(batch.examples.tolist(), batch.tokens.tolist(), strict=True)):
+    values = {} if "normalize" in changes else changes
+    norm = case.store.normalizer(layer, **values, **arguments)
+    if draw.random() < 0.3:
+        norm = pickle.loads(pickle.dumps(norm))
+    store, data = other.store, other.data
+    dtype = draw.choice([None, "float16", "float32", "float64", "float64"])
+    streamed: dict[Place, np.ndarray] = {}
+    for batch in store.stream(layer, draw.randint(1, 9), tokens="all", dtype=dtype, normalize=norm, shuffle="window"):
+        places = zip(batch.examples.tolist(), batch.tokens.tolist(), strict=True)
+        streamed |= {place: row.copy() for place, row in zip(places, batch.activations, strict=True)}
+    assert sorted(streamed) == [(i, t) for i, tokens in enumerate(data.tokens_in(layer)) for t in range(tokens)]
+    for place, row in streamed.items():
+        assert row.dtype == asked(other, dtype)
+        if dtype == "float64":
             want = rescale(data.row(layer, *place, np.float64), changes, summary)
-            assert np.allclose(batch.activations[k], want, rtol=1e-9, atol=1e-9, equal_nan=True), (place, changes)
+            assert np.allclose(row, want, rtol=1e-9, atol=1e-9, equal_nan=True), (place, row, want)
+    if not streamed:
+        return
+
+    def rows_of(places: list[Place]) -> np.ndarray:
+        return np.stack([streamed[place] for place in places])
+
+    places = draw.choices(sorted(streamed), k=draw.randint(1, 6))
+    examples, tokens = (list(x) for x in zip(*places, strict=True))
+    options: dict[str, Any] = {"dtype": dtype, "normalize": norm}
+    assert same(store.gather(layer, examples, tokens, **options), rows_of(places))
+    whole = [[place for place in sorted(streamed) if place[0] == i] for i in examples]
+    for rows, i, expected in zip(store.sequences(examples, layer, **options), examples, whole, strict=True):
+        assert same(rows, rows_of(expected))
+        assert same(store.sequence(i, layer, **options), rows)
+    acts = store.layer(layer, **options)
+    assert same(np.asarray(acts.rows()), rows_of(sorted(streamed)))
+    assert same(acts.ragged(examples).values, rows_of([place for part in whole for place in part]))
+    lasts = [(i, data.content_of(data.examples[i])[1] - 1) for i in examples]
+    if all(token >= 0 for _, token in lasts):
+        assert same(store.last_tokens(layer, examples, **options), rows_of(lasts))
+    for batch in store.sequences_stream(layer, 9, tokens="all", too_long="split", columns=[], **options):
+        numbers = batch.examples[batch.segment_ids].tolist()
+        assert same(batch.activations, rows_of(list(zip(numbers, batch.tokens.tolist(), strict=True))))
 
 
 def check_sequences_stream(draw: random.Random, case: Case) -> None:

@@ -22,6 +22,37 @@ _OF_OUTPUTS = re.compile(
 )
 
 
+_OF_INDICES = re.compile(r"(^|[^a-z])(ind(ices|exe?s?)|idxs?|locations?|(feature|latent)_?ids?)$", re.IGNORECASE)
+_OF_LAYERS = re.compile(r"(^|_)(layer|hook)(_?(name|id|idx|index|number|point))?$", re.IGNORECASE)
+_OF_MASKS = re.compile(r"(attention|padding|attn|token)_?mask$|^mask$", re.IGNORECASE)
+
+
+def is_of_indices(name: str) -> bool:
+    """Whether a column of integers has this name because it has the indices of sparse latents, such as ``top_indices``."""
+    return _OF_INDICES.search(name) is not None
+
+
+def several_layers(name: str, least: object, most: object) -> str | None:
+    """Text about a column of numbers by its name and range, if its rows are those of several layers; else None."""
+    if _OF_LAYERS.search(name) is None or least == most:
+        return None
+    return (
+        f"column {name} has values from {least} to {most}: rows of several layers are examples of one. "
+        f"store.filter('{name} == {least}') chooses those of one layer"
+    )
+
+
+def masks_not_applied(columns: Sequence[str]) -> str | None:
+    """Text about columns that may mark padding, which readers of tables do not apply; None without any."""
+    masks = [name for name in columns if _OF_MASKS.search(name)]
+    if not masks:
+        return None
+    return (
+        f"column {masks[0]} is not applied: if it marks padding, its tokens count as content. keep={masks[0]!r} leaves them out "
+        "of streams and statistics"
+    )
+
+
 def rank_of(name: str) -> int:
     """2 for the name of hidden states, 0 for one of outputs, scores or attention weights, 1 for any other, or one of both."""
     return 1 + bool(_OF_STATES.search(name)) - bool(_OF_OUTPUTS.search(name))

@@ -169,7 +169,7 @@ class Contents:
     columns_in: Callable[[], Sequence[Path]] = lambda: ()
     """Files with columns or metadata, and folders of such files, other than ``folders``. Plans check that they are unchanged."""
     types_may_differ: bool = False
-    """Whether rows may be stored in several float dtypes, of which ``dtype`` is the first. Reading them requires ``dtype=``."""
+    """Whether rows may be stored in other float dtypes than ``dtype``. Reading these requires ``dtype=``, or ``converts``."""
     has_logits: bool = False
     router_layers: tuple[Layer, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None
@@ -189,6 +189,11 @@ class Contents:
     """Whether all parts have the same examples, in separate layers, and the columns are those of the first part."""
     converts: bool = False
     """Whether reads convert rows to ``dtype``, which may be narrower than the stored one."""
+
+    @property
+    def reads_convert(self) -> bool:
+        """Whether reads of this dataset, or of some of its parts, convert rows to their ``dtype``."""
+        return self.converts or any(part.contents.reads_convert for part in self.parts)
 
     @property
     def joined(self) -> tuple[Any, ...]:

@@ -192,7 +192,7 @@ _BYTES: tuple[tuple[Callable[[bytes], bool], tuple[str, ...], FileKind], ...] = 
     (_is_safetensors, (".safetensors",), FileKind("a safetensors file", "give it the extension .safetensors")),
     (
         _starts(b"ARROW1", b"FEA1"),
-        (".arrow",),
+        (),
         FileKind(
             "a Feather file",
             'pyarrow.parquet.write_table(pyarrow.feather.read_table(FILE), "data.parquet") writes a parquet file',

@@ -17,7 +17,7 @@ import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,6 +156,15 @@ class RowLoss:
         )
 
 
+class CodedRows(NamedTuple):
+    """The codes of a block's rows, the scales of each row or of each layer, the error, and the first refused row: (span, token)."""
+
+    codes: NDArray[np.int8]
+    scales: NDArray[np.float32]
+    loss: RowLoss
+    refused: tuple[int, int] | None
+
+
 @dataclass
 class RowScaling:
     """The codes and scales of the rows of a dataset to write."""
@@ -276,19 +285,21 @@ class RowScaling:
 
     # -- codes -------------------------------------------------------------------------------------------------------
 
-    def coded(self, block: Block) -> tuple[NDArray[np.int8], NDArray[np.float32], RowLoss, tuple[int, int] | None]:
-        """Codes of float32 rows, the scales of each row or of each layer, the error, and the first refused row: (span, token)."""
+    def coded(self, block: Block) -> CodedRows:
+        """The codes of float32 rows: those of the block, if it has some."""
+        if isinstance(block.encoded, CodedRows):
+            return block.encoded
         self.take_first(block)
         codes = np.empty(block.memory.shape, np.int8)
         lengths = np.ascontiguousarray(np.maximum(block.lengths, 0)).reshape(-1)
-        # A copy: the thread that appends and the one that writes encode at the same time, and each lends its array to the core.
-        scales = np.empty((len(codes), self.parts), np.float32) if self.is_own else np.array(self.values, np.float32)
+        scales = np.empty((len(codes), self.parts), np.float32) if self.is_own else self.values
+        assert scales is not None
         sums, counts, refused = _native.quantise_spans(
             block.bytes, self.width, lengths, len(self.layers), self.parts, codes, scales, self.is_own
         )
         loss = RowLoss.of(len(self.layers))
         loss.add_spans(sums, counts, codes.size)
-        return codes, scales, loss, refused
+        return CodedRows(codes, scales, loss, refused)
 
     def written(self, block: Block, first: int) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
         """Codes and scales of rows that are written, whose error is added to :attr:`loss`. ``first``: number of the first example.

@@ -93,6 +93,8 @@ class Block:
     """Number of values that are infinite here and finite in the source of a conversion."""
     digests: Digests | None = None
     """Digests of the rows, numbered in the dataset."""
+    encoded: object = None
+    """The rows as the target's :meth:`Target.encode` encoded them; None if it stores them as they are."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -360,6 +362,10 @@ class Target(ABC):
 
     def surveyed(self) -> None:  # noqa: B027 -- as above
         """Determines the setting, after the last block."""
+
+    def encode(self, block: Block) -> Block:
+        """The block with its encoded rows, if the format stores approximations. Called before it is read or written."""
+        return block
 
     def as_read(self, block: Block) -> NDArray[np.generic]:
         """The rows of a block as the finished dataset returns them. They differ if the format stores approximations."""

@@ -114,6 +114,14 @@ class _Lazy(ABC):
         """Tokens per example in this layer. Needs no memory if all examples have the same number."""
         return self._store.tokens_in(self._layer)
 
+    def _known_counts(self) -> tuple[int, int, int] | None:
+        """Fewest and most tokens of an example, and the number of rows; None if that needs reading, or there are no examples."""
+        tokens_each, examples = self._store.contents.tokens_each, self._store.num_examples
+        if tokens_each is not None and examples:
+            return tokens_each, tokens_each, tokens_each * examples
+        counts = self.__dict__.get("_counts", ())
+        return (int(counts.min()), int(counts.max()), int(counts.sum())) if len(counts) else None
+
     def __repr__(self) -> str:
         return f"<actshard.{type(self).__name__} of {self._store.path}, layer {plain(self._layer)}: {self._shown()} {self.dtype}>"
 
@@ -127,7 +135,7 @@ class _Lazy(ABC):
             examples = examples[self._lengths(examples) > 0]
         if self._normalize is None:
             return self._stored(examples, dtype)
-        kind = self._layer, self._store.d_model, self._store.dtype
+        kind = self._store.row_kind(self._layer)
         return read_normalized(self._normalize, kind, dtype, None, lambda stored: self._stored(examples, stored))
 
     def _stored(self, examples: NDArray[np.int64], dtype: DTypeLike | None) -> NDArray[np.generic]:
@@ -239,7 +247,11 @@ class LayerArray(_Lazy):
         return self._store.num_examples
 
     def _shown(self) -> str:
-        return f"({_arguments.many(len(self), 'example')}, tokens, {self._store.d_model})"
+        tokens = "tokens"
+        if (known := self._known_counts()) is not None:
+            least, most, _ = known
+            tokens = _arguments.many(most, "token") if least == most else f"{least:,} to {most:,} tokens"
+        return f"({_arguments.many(len(self), 'example')}, {tokens}, {self._store.d_model})"
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         return (self[i] for i in range(len(self)))
@@ -415,7 +427,9 @@ class RowArray(_Lazy):
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def _shown(self) -> str:
-        return f"(rows, {self._store.d_model})"
+        known = self._known_counts()
+        rows = "rows" if known is None else _arguments.many(known[2], "row")
+        return f"({rows}, {self._store.d_model})"
 
     @cached_property
     def examples(self) -> NDArray[np.int64]:

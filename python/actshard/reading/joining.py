@@ -122,7 +122,7 @@ def join(
         layers_differ=differ,
         lacks_layers=any(contents.lacks_layers for contents in every),
         one_row_each=ones.pop() if len(ones) == 1 else None,
-        types_may_differ=any(c.types_may_differ for c in every) or len({part.dtype for part in parts}) > 1,
+        types_may_differ=any(c.types_may_differ for c in every) or {part.dtype for part in parts} != {common_dtype},
         converts=dtype is not None,
         has_logits=all(contents.has_logits for contents in every),
         router_layers=routed if all(set(c.router_layers) == set(routed) for c in every) else (),

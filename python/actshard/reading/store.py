@@ -36,7 +36,7 @@ from actshard.reading.arrays import LayerArray
 from actshard.reading.describing import columns_of, identity_of, info_of, sample_of
 from actshard.reading.extending import ColumnVerbs
 from actshard.streaming.content import content_range, tokens_anywhere
-from actshard.streaming.normalizer import Normalizer, read_normalized, required
+from actshard.streaming.normalizer import Normalizer, RowKind, read_normalized
 from actshard.streaming.rows import NativeSelection, SelectedRows
 from actshard.streaming.selection import COMPARED, column, memory_for_flags
 from actshard.streaming.verbs import StreamVerbs
@@ -52,7 +52,18 @@ _SLAB_BYTES = 32 << 20
 """Approximate size of the blocks that sequences share: large enough for huge pages, small enough to keep."""
 
 _DOORS = frozenset(
-    {"contents", "rows", "group_of", "gather_of", "check_open", "native_stream", "known_stats", "sample_of", "stats_of"}
+    {
+        "contents",
+        "rows",
+        "group_of",
+        "row_kind",
+        "gather_of",
+        "check_open",
+        "native_stream",
+        "known_stats",
+        "sample_of",
+        "stats_of",
+    }
 )
 """Internal names for other modules of this package; ``dir()`` omits them."""
 
@@ -302,7 +313,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         if normalize is not None:
             return read_normalized(
                 normalize,
-                self._row_kind(layer),
+                self.row_kind(layer),
                 dtype,
                 out,
                 lambda stored: self.gather(layer, examples, tokens, dtype=stored),
@@ -451,7 +462,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         if normalize is not None:
             return read_normalized(
                 normalize,
-                self._row_kind(layer),
+                self.row_kind(layer),
                 dtype,
                 out,
                 lambda stored: self.last_tokens(layer, examples, dtype=stored),
@@ -507,7 +518,7 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         """
         if normalize is not None:
             return read_normalized(
-                normalize, self._row_kind(layer), dtype, out, lambda stored: self.sequence(example, layer, dtype=stored)
+                normalize, self.row_kind(layer), dtype, out, lambda stored: self.sequence(example, layer, dtype=stored)
             )
         group = self._group(layer)
         number = self._example(example)
@@ -559,8 +570,8 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
         if numbers.min() < 0 or numbers.max() >= self.num_examples:
             raise self._out_of_range(numbers)
         if normalize is not None:
-            rows = self.sequences(examples, layer, dtype=np.float64 if required(normalize).is_wide else None)
-            kind = self._row_kind(self.layers[int(group)])
+            kind = self.row_kind(self.layers[int(group)])
+            rows = self.sequences(examples, layer, dtype=kind.exact(normalize, dtype))
 
             def rescale(stored_rows: NDArray[np.generic]) -> NDArray[np.generic]:
                 return read_normalized(normalize, kind, dtype, None, lambda _: stored_rows)
@@ -582,9 +593,12 @@ class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
             self._overflowed([sum(lost)], layer, dtype)
         return sequences
 
-    def _row_kind(self, layer: Layer) -> tuple[Layer, int, np.dtype[Any]]:
-        """A layer's name, and the width and dtype of its rows."""
-        return self.layers[self._group(layer)], self.d_model, self.dtype
+    def row_kind(self, layer: Layer) -> RowKind:
+        """The rows of a layer. Internal."""
+        group = self._group(layer)
+        stored = self._open_rows().stored_types(group, None) if self._contents.types_may_differ else ()
+        is_mixed = any(dtype != self.dtype for dtype in stored)
+        return RowKind(self.layers[group], self.d_model, self.dtype, is_mixed, self._contents.reads_convert)
 
     def _out_of_range(self, examples: NDArray[np.int64]) -> OutOfRangeError:
         bad = examples[(examples < 0) | (examples >= self.num_examples)][0]

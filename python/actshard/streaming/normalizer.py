@@ -208,9 +208,28 @@ def of_stats(stats: Stats) -> Normalizer:
     )
 
 
+@dataclass(frozen=True)
+class RowKind:
+    """The rows of a layer of a store."""
+
+    layer: Layer
+    d_model: int
+    dtype: np.dtype[Any]
+    is_mixed: bool
+    """Whether some are stored in another dtype than ``dtype``."""
+    is_converted: bool
+    """Whether reads without ``dtype=`` convert these; otherwise they raise DtypeError."""
+
+    def exact(self, normalize: object, dtype: DTypeLike | None) -> DTypeLike | None:
+        """The dtype in which rows are read to be normalized to ``dtype``, as streams read them; None: as they are stored."""
+        if self.is_mixed and dtype is None and not self.is_converted:
+            return None
+        return np.float64 if self.is_mixed or required(normalize).is_wide else None
+
+
 def read_normalized(
     normalize: object,
-    stored: tuple[Layer, int, np.dtype[Any]],
+    kind: RowKind,
     dtype: DTypeLike | None,
     out: object,
     read: Callable[[DTypeLike | None], NDArray[Any]],
@@ -219,15 +238,15 @@ def read_normalized(
 
     Args:
         normalize: a :class:`Normalizer`.
-        stored: the rows' layer, width and dtype.
+        kind: the rows of the layer.
         dtype: as in :meth:`Store.gather`.
         out: as in :meth:`Store.gather`.
         read: returns the rows with the dtype that it is called with, or as stored.
     """
-    norm, (layer, d_model, target) = required(normalize), stored
-    norm.check(layer, d_model)
-    target = target if dtype is None else _arguments.dtype(dtype)[0]
-    return norm(read(np.float64 if norm.is_wide else None), dtype=target, out=out)
+    norm = required(normalize)
+    norm.check(kind.layer, kind.d_model)
+    target = kind.dtype if dtype is None else _arguments.dtype(dtype)[0]
+    return norm(read(kind.exact(norm, dtype)), dtype=target, out=out)
 
 
 def required(normalize: object) -> Normalizer:

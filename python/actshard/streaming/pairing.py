@@ -348,7 +348,7 @@ def _together(
         unit_columns=None,
         layers_differ=differ,
         lacks_layers=any(contents.lacks_layers for contents in every),
-        types_may_differ=any(c.types_may_differ for c in every) or len({store.dtype for store in stores}) > 1,
+        types_may_differ=any(c.types_may_differ for c in every) or {store.dtype for store in stores} != {common_dtype},
         converts=dtype is not None,
         has_logits=False,
         router_layers=(),

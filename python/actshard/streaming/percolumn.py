@@ -41,15 +41,18 @@ class BatchColumns:
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_read": None}
 
-    def read(self) -> ReadColumns:
-        """The columns' values, read on first use and held."""
+    def read(self, examples: NDArray[np.int64]) -> ReadColumns:
+        """The columns' values for the examples of the stream, ascending and each once, read on first use and held.
+
+        Other examples may have nulls, such as those of a shard that is left out.
+        """
         if self._read is None:
-            table = self._store.read_columns(self.names) if self.names else None
             columns: dict[str, NDArray[np.generic] | TokenValues] = {}
-            for name in self.names:
-                assert table is not None
-                columns[name] = _values(self._store, name, table[name])
-            self._read = ReadColumns(columns)
+            if self.names:
+                is_all = len(examples) == self._store.num_examples
+                table = self._store.read_columns(self.names, None if is_all else examples)
+                columns = {name: _values(self._store, name, table[name], examples) for name in self.names}
+            self._read = ReadColumns(columns, examples)
         return self._read
 
 
@@ -62,8 +65,8 @@ class TokenValues:
     """A column of lists with one entry per token.
 
     Attributes:
-        values: the entries of all examples.
-        first: ``(num_examples,)`` int64: the index of the entry of stored token 0. If special tokens have no entries, it is below
+        values: the entries of all examples that were read.
+        first: int64, for each of them: the index of the entry of stored token 0. If special tokens have no entries, it is below
             the index of the example's first entry.
         skipped: stored tokens without an entry, at the start of each example.
     """
@@ -72,7 +75,7 @@ class TokenValues:
         self.values, self.first, self.skipped = values, first, skipped
 
     def at(self, examples: NDArray[np.int64], tokens: NDArray[np.int64]) -> NDArray[np.generic]:
-        """The entries of tokens; 0 for special tokens without one."""
+        """The entries of tokens of examples, numbered as they were read; 0 for special tokens without one."""
         has_entry = tokens >= self.skipped[examples]
         if has_entry.all():
             entries: NDArray[np.generic] = self.values[self.first[examples] + tokens]
@@ -85,8 +88,8 @@ class TokenValues:
 class ReadColumns:
     """Columns in memory."""
 
-    def __init__(self, columns: dict[str, NDArray[np.generic] | TokenValues]) -> None:
-        self._columns = columns
+    def __init__(self, columns: dict[str, NDArray[np.generic] | TokenValues], examples: NDArray[np.int64]) -> None:
+        self._columns, self._examples = columns, examples
 
     def of(
         self,
@@ -104,6 +107,9 @@ class ReadColumns:
             real: False for padding.
         """
         arrays: dict[str, NDArray[np.generic]] = {}
+        if not self._columns:
+            return arrays
+        examples, token_examples = (np.searchsorted(self._examples, ids) for ids in (examples, token_examples))
         for name, column in self._columns.items():
             if isinstance(column, TokenValues):
                 arrays[name] = np.zeros(tokens.shape, column.values.dtype)
@@ -113,8 +119,10 @@ class ReadColumns:
         return arrays
 
 
-def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[np.generic] | TokenValues:
-    """A column as arrays."""
+def _values(
+    store: Readable, name: str, column: pa.ChunkedArray, examples: NDArray[np.int64]
+) -> NDArray[np.generic] | TokenValues:
+    """A column of these examples as arrays."""
     import pyarrow as pa
 
     kind = column.type
@@ -124,7 +132,7 @@ def _values(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[np.g
             lists = pa.array([], lists.type)
         if lists.null_count or lists.values.null_count:
             raise FormatError(f"column {name!r}: expected a list of numbers per example, found null", path=store.path)
-        return _per_token(store, name, lists.offsets.to_numpy(), _numbers(store, name, lists.values))
+        return _per_token(store, name, lists.offsets.to_numpy(), _numbers(store, name, lists.values), examples)
     if column.null_count:
         raise FormatError(f"column {name!r}: expected a number per example, found null", path=store.path)
     return _numbers(store, name, column)
@@ -147,16 +155,18 @@ def _numbers(store: Readable, name: str, column: pa.ChunkedArray) -> NDArray[np.
     return numbers
 
 
-def _per_token(store: Readable, name: str, offsets: NDArray[np.int64], values: NDArray[np.generic]) -> TokenValues:
+def _per_token(
+    store: Readable, name: str, offsets: NDArray[np.int64], values: NDArray[np.generic], examples: NDArray[np.int64]
+) -> TokenValues:
     """The entries of a list column, by stored token."""
-    entries, stored = np.diff(offsets), store.token_counts
-    first, stop = content_range(store, stored)
+    entries, stored = np.diff(offsets), store.token_counts[examples]
+    first, stop = content_range(store, stored, examples)
     has_all = entries == stored
     wrong = np.flatnonzero(~has_all & (entries != stop - first))
     if len(wrong):
         i = int(wrong[0])
         raise ArgumentError(
-            f"columns: {name!r} has {entries[i]} entries in example {i}, which has {stored[i]} stored tokens",
+            f"columns: {name!r} has {entries[i]} entries in example {examples[i]}, which has {stored[i]} stored tokens",
             path=store.path,
         )
     skipped = np.where(has_all, 0, first)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from actshard.base.layers import Layer
     from actshard.formats.contents import Contents
     from actshard.looking.stats import Stats
-    from actshard.streaming.normalizer import Normalizer
+    from actshard.streaming.normalizer import Normalizer, RowKind
     from actshard.streaming.rows import NativeSelection, SelectedRows
 
 
@@ -54,6 +54,7 @@ class Readable(Protocol):
     def rows(self) -> _native.Rows: ...
     def tokens_in(self, layer: Layer) -> NDArray[np.int64]: ...
     def group_of(self, layer: Layer) -> int: ...
+    def row_kind(self, layer: Layer) -> RowKind: ...
     def gather(
         self,
         layer: Layer,

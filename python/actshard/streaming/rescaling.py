@@ -245,13 +245,10 @@ def normalizer(
     for what in ("center", "scale", "divide"):
         if (column := numbers[what]) is not None and not np.isfinite(_arguments.shared(column)).all():
             raise ArgumentError(f"{what}: expected finite numbers, found {column[~np.isfinite(column)][0]}")
-    stored = {store.dtype}
-    if store.contents.types_may_differ:
-        stored |= set(store.rows.stored_types(store.group_of(name), None))
     return Normalizer(
         name,
         store.d_model,
-        store.dtype if len(stored) == 1 else np.dtype(np.float64),
+        np.dtype(np.float64) if store.row_kind(name).is_mixed else store.dtype,
         numbers["center"],
         numbers["scale"],
         numbers["divide"],

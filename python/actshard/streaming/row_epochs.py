@@ -79,7 +79,7 @@ class RowEpochs(Epochs[B_co]):
             groups,
             self.dtype,
             name,
-            dtype is not None,
+            dtype is not None or store.contents.reads_convert,
             stacked=not is_one(layer) or layer == "all",
             memory=_arguments.size(memory, "memory"),
             **options,

@@ -283,7 +283,7 @@ class _SequenceLoop(Loop[SequenceBatch]):
         self._layers = array_of(stream.layers)
         self._warned = False
         # Kept in memory until the loop ends, like the open files, even if the store is closed.
-        self._labels, self._columns = stream.store.labels, stream._columns.read()
+        self._labels, self._columns = stream.store.labels, stream._columns.read(np.unique(stream._examples))
         super().__init__(stream, first, every)
 
     def _start(self) -> ReadAhead:

@@ -91,6 +91,8 @@ class Processor(ABC):
                 needs, texts = self.look(record)
                 for text in texts:
                     _check_unicode(text)
+                    if self.tokenizer is not None and (problem := self.tokenizer.problem_of(text)) is not None:
+                        raise _BadRecordError(problem)
             except _BadRecordError as bad:
                 prepared.problems.append(RowProblem(number, str(bad), what))
                 continue

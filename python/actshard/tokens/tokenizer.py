@@ -9,7 +9,7 @@ import re
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -77,6 +77,15 @@ class Tokenizer:
         for text_pieces in parts:
             yield [i for _ in text_pieces for i in next(flat).ids]
 
+    def problem_of(self, text: str) -> str | None:
+        """Why the passthrough tokenizer cannot encode a text; None if it can, and for other tokenizers."""
+        if self.backend is None:
+            try:
+                _integers(text, self.vocab_size)
+            except FormatError as error:
+                return error.detail
+        return None
+
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Token ids of a text, and the range of characters ``(start, end)`` of each token."""
         if self.backend is None:
@@ -92,7 +101,7 @@ class Tokenizer:
 
     def as_dict(self) -> dict[str, Any]:
         """The whole tokenizer as JSON-compatible data, to send to another process."""
-        text = None if self.backend is None else self.backend.to_str()
+        text = None if self.backend is None else _serialized(self.backend, self.name)
         fields = ("name", "vocab_size", "bos_token", "eos_token", "bos_id", "eos_id", "chat_template")
         return {**{name: getattr(self, name) for name in fields}, "tokenizer": text}
 
@@ -106,26 +115,32 @@ class Tokenizer:
     def digest(self) -> str:
         """SHA-256 of everything that affects token ids; the name is excluded.
 
-        Serializes the vocabulary, once for each state of the library's object.
+        Serializes the vocabulary each time: any part of the library's object may have been replaced, even by one of equal size.
 
         Raises:
-            ArgumentError: the object was changed so that rows would depend on their batch or process.
+            ArgumentError: the object was changed so that rows would depend on their batch or process, or has parts that other
+                processes cannot have.
         """
-        state = _state_of_backend(self.backend)
-        if state not in self._digests:
-            _check_backend(self.backend, self.name)
-            content = json.dumps({**self.as_dict(), "name": ""}, sort_keys=True)
-            self._digests[state] = hashlib.sha256(content.encode()).hexdigest()
-        return self._digests[state]
-
-    @cached_property
-    def _digests(self) -> dict[str, str]:
-        return {}
+        _check_backend(self.backend, self.name)
+        content = json.dumps({**self.as_dict(), "name": ""}, sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
 
     def has_special(self, name: str) -> bool:
         """Whether encoding the text of a special token, ``"bos"`` or ``"eos"``, ends with its id. False without such a token."""
         text, number = getattr(self, f"{name}_token"), getattr(self, f"{name}_id")
         return text is not None and number is not None and self.encode([f" {text}"])[0][-1:] == [number]
+
+
+@dataclass(frozen=True)
+class _SharedTokenizer(Tokenizer):
+    """A tokenizer that only :func:`shared_tokenizer` returns: nothing changes it, so its digest is computed once."""
+
+    def digest(self) -> str:
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        return super().digest()
 
 
 def pieces(text: str) -> list[str]:
@@ -224,7 +239,8 @@ def shared_tokenizer(tokenizer: object) -> Tokenizer:
     maxsize=2
 )  # one of 129,280 tokens takes 70 MB; this holds no lock while it loads, so that processes may be forked
 def _load_once(name: str, file: Path, states: tuple[tuple[int, int, str], ...]) -> Tokenizer:
-    return _read_files(name, file, needs_template=True)
+    tokenizer = _read_files(name, file, needs_template=True)
+    return _SharedTokenizer(**{part.name: getattr(tokenizer, part.name) for part in fields(tokenizer)})
 
 
 _CLOCK_STEP = 2_000_000_000
@@ -322,13 +338,14 @@ def _warn_of_truncation(tokenizer: Tokenizer) -> None:
         )
 
 
-def _state_of_backend(backend: tokenizers.Tokenizer | None) -> str:
-    """What programs change in a tokenizer of the library, as a text that is cheap to compute."""
-    if backend is None:
-        return ""
-    parts = (getattr(backend, name, None) for name in ("normalizer", "pre_tokenizer", "post_processor"))
-    settings = (backend.truncation, backend.padding, backend.get_vocab_size(with_added_tokens=True))
-    return repr((*settings, _dropout_of(backend), _encodes_special(backend), *(p and p.__getstate__() for p in parts)))
+def _serialized(backend: tokenizers.Tokenizer, name: str) -> str:
+    try:
+        return backend.to_str()
+    except Exception as error:  # of the library: it has no type of its own
+        raise ArgumentError(
+            f"{name or 'the tokenizer'} cannot be written as a tokenizer.json, which its digest and other processes need: {error}. "
+            "Use parts of the tokenizers library instead of ones written in Python"
+        ) from error
 
 
 def _dropout_of(backend: tokenizers.Tokenizer) -> float:
@@ -364,7 +381,7 @@ def _new_tokenizer(
     backend: tokenizers.Tokenizer, name: str, bos: str | None, eos: str | None, template: object
 ) -> Tokenizer:
     if backend.padding is not None:  # rows would depend on their batch
-        backend = _library().from_str(backend.to_str())
+        backend = _library().from_str(_serialized(backend, name))
         backend.no_padding()
     _check_backend(backend, name)
     tokenizer = Tokenizer(

@@ -98,6 +98,7 @@ class SegmentWriter:
     def put_fitted(self, block: Block) -> None:
         """Queues a block whose columns were already fitted."""
         self.check()
+        block = self.target.encode(block)
         digests = self._digests_of(block)  # here, because the writing thread often waits for the disk
         self._handed += len(block)
         self._send(("block", replace(block, digests=digests)))
@@ -179,7 +180,7 @@ class SegmentWriter:
     def _write(self, block: Block) -> None:
         make_folder(self.target.root)
         self.target.write(block)
-        self._waiting.append(replace(block, memory=block.memory[:0]))
+        self._waiting.append(replace(block, memory=block.memory[:0], encoded=None))
         self.give_back(block.memory)
 
     def _digests_of(self, block: Block) -> Digests:

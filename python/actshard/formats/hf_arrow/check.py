@@ -18,6 +18,11 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         return
     contents = directory.contents(Options.of(root))
     report.count("files", len(directory.files))
+    if root.lists:
+        listed = {file.path.name for file in directory.files} | {file.name for file in directory.files_left_out}
+        for entry in root.entries("data-*.arrow"):
+            if entry.name not in listed:
+                report.add("unlisted-file", root / entry.name, "an Arrow file that state.json does not list")
     _check_offsets(directory, contents.rows, report, tell)
     for number, name in enumerate(directory.column_names):
         tell("columns", number, len(directory.column_names))

@@ -36,7 +36,7 @@ from actshard.base.errors import (
 from actshard.base.faults import RAISE, Faults
 from actshard.base.layers import Layer, stored
 from actshard.base.location import Location
-from actshard.formats.candidates import choose, left_out, named_in, rank_of
+from actshard.formats.candidates import choose, left_out, masks_not_applied, named_in, rank_of
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.hf_arrow.streams import StreamFile, pa_type
 from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, is_deeper, kind_of, pieces_of, vectors_of
@@ -279,6 +279,9 @@ class Directory:
                 [vectors.column.name for vectors in other_vectors], [vectors.column.name for vectors in self.layers]
             )
             self.warnings.append(Remark("layout", text))
+        has_sequences = bool(self.layers) and len(self.layers[0].levels) > 1
+        if has_sequences and self.info.get(OWN) is None and (masks := masks_not_applied(names)) is not None:
+            self.warnings.append(Remark("layout", masks))
         self.d_model = widths[self.layers[0].column.name] if self.layers else 0
         self._check_claims()
 

@@ -15,6 +15,9 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     if dataset is None:
         return
     report.count("files", len(dataset.files))
+    if dataset.layers_each > 1:
+        names = ", ".join(column.name for column in dataset.columns_found)
+        report.add("layout", root, f"columns {names} of three axes are taken as (layer, token, dim)")
     for number, ((file, group), first) in enumerate(zip(dataset.groups, dataset.firsts.tolist(), strict=False)):
         tell("row groups", number, len(dataset.groups))
         lengths = dataset.lengths_in(number)

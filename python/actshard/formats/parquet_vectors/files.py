@@ -21,6 +21,7 @@ from actshard.base.codes import Remark
 from actshard.base.errors import ActshardError, FormatError, UnknownFormatError, UnsupportedError, boundary
 from actshard.base.footers import read_footer
 from actshard.base.location import Location
+from actshard.formats.candidates import is_of_indices
 from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ _NUMBER = re.compile(r"(.*?)(\d{4,9})\.parquet")
 _WORD = re.compile(
     r"(?<![a-z0-9])(train|valid|dev|test|eval)(?:ing|ation|uation|idation)?(?![a-z])|(?<![a-z0-9])(val)(?![a-z])"
 )
+_LAYER = re.compile(r"(?<![a-z])(?:layers?|blocks?)[_.\-]?(\d+)", re.IGNORECASE)
 _SAME = {"val": "valid", "dev": "valid", "eval": "test"}
 _LARGEST = 1 << 31
 """Sizes in features must be below this limit."""
@@ -50,7 +52,7 @@ def parquet_files(path: Location) -> list[Location]:
         paths = [
             folder / entry.name
             for entry in folder.entries("*.parquet")
-            if entry.kind == "file" and not entry.name.startswith(".")
+            if entry.kind == "file" and not entry.name.startswith((".", "_"))  # hidden, as for Spark and pyarrow
         ]
         if paths:
             return paths
@@ -72,6 +74,14 @@ def check_one_dataset(path: Location, files: list[Location]) -> None:
         shown = ", ".join(file.name for file in files[:4])
         raise UnknownFormatError(
             f"contains the files of several uploads ({shown}), so rows may repeat. Keep the files of one upload",
+            path=path,
+        )
+    layers = {match[1] for file in files if (match := _LAYER.search(file.name)) is not None}
+    if len(layers) > 1:
+        shown = ", ".join(file.name for file in files[:4])
+        raise UnknownFormatError(
+            f"contains files of several layers ({shown}), by their names. Open one of them, or make one store of all: "
+            "actshard.pair(actshard.open(FILE), actshard.open(FILE), ...).as_store()",
             path=path,
         )
     described = [file.name for file in files if sidecar(file).exists()]
@@ -225,6 +235,13 @@ class ParquetFile:
         tokens, layers = sizes[-2] if len(sizes) > 1 else 1, sizes[0] if len(sizes) == 3 else 1
         typed = hasattr(field.type, "storage_type") or pa.types.is_fixed_size_list(field.type)
         return VectorColumn(field.name, leaf, number, len(sizes), str(kind), sizes[-1], tokens, typed, layers)
+
+    def indices(self) -> dict[str, int]:
+        """Columns of integers that are named as indices of sparse latents, and the numbers of their leaves."""
+        import pyarrow as pa
+
+        named = [field for field in self.schema if is_of_indices(field.name) and _is_list(field.type)]
+        return {field.name: self.leaves[field.name][0] for field in named if pa.types.is_integer(field.type.value_type)}
 
     def group_rows(self, group: int) -> int:
         """Number of rows of a row group."""

@@ -11,7 +11,8 @@ Sources: kitft/natural_language_autoencoders 047eb8e, datasets 5.2.0's push_to_h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -25,7 +26,14 @@ from actshard.base.codes import Remark
 from actshard.base.errors import ActshardError, ArgumentError, FormatError, NotStoredError
 from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location
-from actshard.formats.candidates import choose, left_out, named_in, rank_of
+from actshard.formats.candidates import (
+    choose,
+    left_out,
+    masks_not_applied,
+    named_in,
+    rank_of,
+    several_layers,
+)
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.parquet_vectors.files import (
     FLOATS,
@@ -45,6 +53,8 @@ if TYPE_CHECKING:
 LOOKED_FOR = "parquet files with a column of vectors, or of lists of floats named as activations"
 _MOST_SIDECAR = 16 << 20
 _SHOWN = 8
+_LEAST_WIDTH = 16
+"""Elements of a list that may be activations; shorter ones are scores or labels."""
 _RUNNER = "cache_activations_runner_cfg.json"
 
 
@@ -96,8 +106,36 @@ class ParquetDataset:
         self.groups = [(file, g) for file in self.files for g in range(file.footer.num_groups) if file.group_rows(g)]
         self.sizes = [file.group_rows(g) for file, g in self.groups]
         self.firsts = np.concatenate([[0], np.cumsum(self.sizes)]).astype(np.int64)
+        self._refuse_twice()
         self.columns_found = self._choose(layout)
         self.lengths = self._lengths()
+        self._remark_choices()
+
+    def _refuse_twice(self) -> None:
+        """Raises FormatError for a file under two names, such as a link."""
+        names: dict[object, str] = {}
+        for file in self.files:
+            if (other := names.setdefault(file.version, file.path.name)) != file.path.name and file.path.is_local:
+                raise FormatError(
+                    f"expected another file than {other}, found the same: remove one name", path=file.path
+                )
+
+    def _remark_choices(self) -> None:
+        """Names what else the files and columns could be."""
+        names = [file.path.name for file in self.files]
+        by_number = sorted(names, key=lambda name: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)])
+        texts: list[str | None] = []
+        if names != by_number:
+            other = next(name for name, other in zip(names, by_number, strict=True) if name != other)
+            texts.append(
+                f"files are read in the order of their names as texts, {other} before smaller numbers: pad numbers with zeros"
+            )
+        for name in self.column_names:
+            values = self._range(name)
+            texts.append(None if values is None else several_layers(name, *values))
+        if self.columns_found[0].levels > 1:
+            texts.append(masks_not_applied(self.column_names))
+        self.warnings += [Remark("layout", text) for text in texts if text is not None]
 
     def _described(self, paths: Sequence[Location]) -> dict[str, object]:
         """NLA's description or SAELens' configuration; empty if there is neither."""
@@ -158,15 +196,36 @@ class ParquetDataset:
             if c.name in widths
         }
         names = choose(kinds, self.path, rank)
+        by_name = {column.name: column for column in columns}
+        if requested_names is None:
+            self._refuse_sparse([by_name[name] for name in names], widths)
         self.d_model = widths[names[0]]
-        if other_names := [column.name for column in columns if column.name not in names]:
+        read = columns if requested_names is not None else every
+        if other_names := [c.name for c in read if c.name not in names and (c in columns or self._is_even(c))]:
             if requested_names is not None:
                 raise ArgumentError(
                     f"layout: expected columns of one kind, size and dtype, found {', '.join(other_names)} next to {names[0]}"
                 )
             self.warnings.append(Remark("layout", left_out(other_names, names)))
-        by_name = {column.name: column for column in columns}
         return [by_name[name] for name in (requested_names or names)]
+
+    def _is_even(self, column: VectorColumn) -> bool:
+        """Whether all rows have equally many values by the footers, and enough for activations."""
+        shares = {divmod(file.values(g, column), file.group_rows(g)) for file, g in self.groups}
+        return len(shares) == 1 and all(rest == 0 and each >= _LEAST_WIDTH for each, rest in shares)
+
+    def _refuse_sparse(self, columns: Sequence[VectorColumn], widths: Mapping[str, int]) -> None:
+        """Raises FormatError for values of sparse latents, whose indices are another column of equally many values."""
+        for column in columns:
+            for name, number in self.files[0].indices().items():
+                indices = replace(column, name=name, number=number)
+                same = all(file.values(g, indices) == file.values(g, column) for file, g in self.groups)
+                if column.levels == 1 and same and widths[column.name] > 1:
+                    raise FormatError(
+                        f"expected activations, found sparse latents: values in column {column.name}, indices in {name}. "
+                        f"Multiply them by the decoder, or read the values as they are: layout={{'layers': [{column.name!r}]}}",
+                        path=self.path,
+                    )
 
     def _with_layers(self, column: VectorColumn) -> VectorColumn:
         """The column with its number of layers: from the type or the features, else from the first row."""
@@ -233,21 +292,26 @@ class ParquetDataset:
         """Layers in each column."""
         return self.columns_found[0].layers or 1
 
-    def _constant(self, name: str) -> int | None:
-        """The value of an integer column that is constant according to the statistics of the row groups; else None."""
+    def _range(self, name: str) -> tuple[int, int] | None:
+        """The least and the largest value of an integer column by the statistics of the row groups; None without them."""
         import pyarrow as pa
 
-        constants: set[int] = set()
+        values: list[int] = []
         for file, group in self.groups:
             numbers = file.leaves.get(name, [])
             if len(numbers) != 1:
                 return None
-            values = file.footer.group(group).column(numbers[0]).range
+            statistics = file.footer.group(group).column(numbers[0]).range
             # Dates and times are integers in the file, too.
-            if values is None or values[2] or not pa.types.is_integer(file.schema.field(name).type):
+            if statistics is None or statistics[2] or not pa.types.is_integer(file.schema.field(name).type):
                 return None
-            constants |= set(values[:2])
-        return constants.pop() if len(constants) == 1 and all(_is_layer(value) for value in constants) else None
+            values += statistics[:2]
+        return (min(values), max(values)) if values else None
+
+    def _constant(self, name: str) -> int | None:
+        """The value of an integer column that is constant according to the statistics of the row groups; else None."""
+        values = self._range(name)
+        return values[0] if values is not None and values[0] == values[1] and _is_layer(values[0]) else None
 
     def native(self, options: Options) -> Rows | None:
         """The rows: a chunk per row group and layer, decoded on first use and cached."""

@@ -284,7 +284,7 @@ def open(path: Location, options: Options) -> Contents:
         rows=rows,
         column_names=("example_idx",),
         tokens_each=None if absent.any() else dump.tokens,
-        content_lengths=lambda: _content_lengths(path / LENGTHS, n, content),
+        content_lengths=lambda: _content_lengths(path / LENGTHS, n, content, absent),
         columns=lambda names: _columns(path, n, names, [shard for shard, _ in shards]),
         files=lambda: [shard.place for shard, _ in dump.shards],
         files_left_out=tuple(file.place for file in dump.files_left_out),
@@ -434,7 +434,7 @@ def _labels(path: Location, n: int, content: int) -> NDArray[np.uint8] | None:
     return read
 
 
-def _content_lengths(path: Location, n: int, content: int) -> NDArray[np.int64] | None:
+def _content_lengths(path: Location, n: int, content: int, absent: NDArray[np.bool_]) -> NDArray[np.int64] | None:
     read = _whole(path, (n,), np.dtype("<u4"))
     if read is None:
         return None
@@ -444,7 +444,10 @@ def _content_lengths(path: Location, n: int, content: int) -> NDArray[np.int64] 
             path=path,
             offset=4 * int(bad[0]),
         )
-    return read.astype(np.int64)
+    lengths = read.astype(np.int64)
+    if absent.any():
+        lengths[absent] = 0
+    return lengths
 
 
 def _whole(path: Location, shape: tuple[int, ...], dtype: np.dtype[Scalar]) -> NDArray[Scalar] | None:

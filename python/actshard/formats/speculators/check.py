@@ -15,7 +15,7 @@ from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.per_token import wrong_values
 from actshard.formats.report import Report
-from actshard.formats.speculators.files import FOLDER, SCALED, SCALES, STATES
+from actshard.formats.speculators.files import FOLDER, IDS, SCALED, SCALES, STATES
 from actshard.formats.speculators.read import lists_of, table_of_rows
 
 _STATES = re.compile(r"hs_(\d+)\.safetensors")
@@ -31,6 +31,8 @@ def check(root: Location, report: Report, tell: Tell) -> None:
     if (root / "state.json").kind() is None:
         entries = root.entries("*.safetensors")
         report.count("files", len(entries))
+        for entry in entries[:1]:
+            _other_tensors(root / entry.name, report)
         for entry in entries:
             _scales(root / entry.name, report)
         return
@@ -59,6 +61,14 @@ def check(root: Location, report: Report, tell: Tell) -> None:
             if match is None or int(match[1]) >= len(table):
                 report.add("unlisted-file", root / FOLDER / entry.name, f"a file for none of the {len(table)} rows")
             _scales(root / FOLDER / entry.name, report)
+
+
+def _other_tensors(path: Location, report: Report) -> None:
+    """Names what else the first file has: no column and no layer has it."""
+    with contextlib.suppress(ActshardError):
+        names = [tensor[0] for tensor in _native.safetensors_header(path)[0]]
+        if others := sorted(set(names) - {STATES, IDS, SCALES}):
+            report.add("layout", path, f"tensors {', '.join(others[:_SHOWN])} are not read")
 
 
 def _scales(path: Location, report: Report) -> None:

@@ -216,6 +216,9 @@ class ZarrTarget(Target):
         assert self.scaling is not None
         self.scaling.surveyed("all rows")
 
+    def encode(self, block: Block) -> Block:
+        return block if self.scaling is None else replace(block, encoded=self.scaling.coded(block))
+
     def as_read(self, block: Block) -> NDArray[np.generic]:
         return block.memory if self.scaling is None else self.scaling.as_read(block)
 

@@ -68,6 +68,11 @@ pub trait Decode: std::fmt::Debug + Send + Sync {
     fn sharded(&self) -> Option<&CodedArray> {
         None
     }
+
+    /// The file with a chunk, for errors; `None` if the decoder does not know it.
+    fn file_of(&self, _indices: &[u64]) -> Option<Location> {
+        None
+    }
 }
 
 /// A shard's number in the grid, and its version.
@@ -396,6 +401,10 @@ impl CodedArray {
 impl Decode for CodedArray {
     fn sharded(&self) -> Option<&CodedArray> {
         self.shards(self.array.as_ref().ok()?).map(|_| self)
+    }
+
+    fn file_of(&self, indices: &[u64]) -> Option<Location> {
+        self.location(indices).ok()
     }
 
     fn chunk(&self, indices: &[u64], len: u64, location: &Location) -> Result<Option<Vec<u8>>> {

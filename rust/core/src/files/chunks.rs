@@ -402,12 +402,13 @@ impl ChunkFiles {
     }
 
     /// The scales of the rows of chunks of one array, in order; `None` for each if they are in memory. Missing ones are an error.
+    /// `codes`: the files of these chunks.
     fn scales_of(
         &self,
         grid: &Grid,
         scales: &ChunkScales,
         numbers: &[u64],
-        locations: &[Location],
+        codes: &[Location],
         watch: Watch<'_>,
     ) -> Result<Vec<Option<Arc<Buffer>>>> {
         let ScaleSource::Chunks(array) = scales.source() else { return Ok(vec![None; numbers.len()]) };
@@ -418,6 +419,8 @@ impl ChunkFiles {
         let bytes = scales.chunk_bytes(grid.chunk()[2]);
         let keys: Vec<UnitKey> = numbers.iter().map(|number| self.scale_key(*number)).collect();
         let indices: Vec<[u64; 4]> = numbers.iter().map(|number| grid.indices(*number)).collect();
+        let file = |(indices, codes): (&[u64; 4], &Location)| array.file_of(indices).unwrap_or_else(|| codes.clone());
+        let locations: Vec<Location> = indices.iter().zip(codes).map(file).collect();
         let wishes = self.wishes;
         let mut load = |which: &[usize], watch: Watch<'_>| {
             let which: Vec<_> = which.iter().map(|i| (&indices[*i][..], &locations[*i])).collect();

@@ -44,8 +44,8 @@ impl TableBuilder {
         TableBuilder { shards, ..TableBuilder::default() }
     }
 
-    /// Appends the next examples: the address of each one's last token and, if all tokens are stored, of all its tokens. All
-    /// batches have lists, or none has.
+    /// Appends the next examples: the address of each one's last token and, if all tokens are stored, of all its tokens, which
+    /// end with it. An example without tokens may have any. All batches have lists, or none has.
     pub fn push(&mut self, shard: &[i64], row: &[i64], lists: Option<Lists<'_>>) -> Result<()> {
         if shard.len() != row.len() {
             return Err(Error::new(Kind::Format, format!("{} shard numbers but {} rows", shard.len(), row.len())));
@@ -94,6 +94,16 @@ impl TableBuilder {
                 ));
             };
             self.fold(example, ids, rows)?;
+            if let (Some(id), Some(at)) = (ids.last(), rows.last())
+                && (*id, *at) != (shard[i], row[i])
+            {
+                let (last_shard, last_row) = (shard[i], row[i]);
+                let detail = format!(
+                    "example {example}: expected the last token's address, shard {last_shard}, row {last_row}, at the end of its \
+                     list of tokens, found shard {id}, row {at}"
+                );
+                return Err(Error::new(Kind::Format, detail));
+            }
             self.packed.push(count, packed(shard[i], row[i]), self.runs.iter().copied());
         }
         Ok(())
@@ -272,12 +282,11 @@ mod tests {
         let tail = prop_oneof![Just(None), (0i64..1000).prop_map(Some), Just(Some((1 << 40) - 200))];
         let stretch = (0i64..4, 0i64..1000, lengths, tail, any::<bool>())
             .prop_map(|(shard, first, lengths, tail, apart)| regular(shard, first, &lengths, tail, apart));
-        let own_last = any_list().prop_map(|list| {
-            let last = list.last().copied().unwrap_or((0, 0));
+        let any_last = (any_list(), (0i64..4, 0i64..1000)).prop_map(|(list, other)| {
+            let last = list.last().copied().unwrap_or(other);
             (list, last)
         });
-        let other_last = (any_list(), (0i64..4, 0i64..1000));
-        let any = prop::collection::vec(prop_oneof![own_last, other_last], 0..20);
+        let any = prop::collection::vec(any_last, 0..20);
         prop::collection::vec(prop_oneof![stretch, any], 1..5).prop_map(|parts| parts.concat())
     }
 
@@ -354,6 +363,17 @@ mod tests {
         assert!(mixed.push(&[0], &[0], Some(one)).is_err());
     }
 
+    #[test]
+    fn a_list_ends_with_the_last_token() {
+        let lists = Lists { id_ends: &[0, 0, 2], ids: &[0, 1], row_ends: &[0, 0, 2], rows: &[5, 7] };
+        assert!(TableBuilder::new(2).push(&[1, 1], &[3, 7], Some(lists)).is_ok());
+        for (shard, row) in [(0, 7), (1, 5), (0, 5)] {
+            let error = TableBuilder::new(2).push(&[1, shard], &[3, row], Some(lists)).unwrap_err();
+            assert_eq!(error.kind, Kind::Format);
+            assert!(error.detail.starts_with("example 1: expected the last token's address"), "{error}");
+        }
+    }
+
     /// Bytes per example of 6,400 examples, rounded to a quarter.
     fn cost(examples: &[Listed], lists: bool) -> f64 {
         (table(examples, lists, 1).bytes() as f64 / examples.len() as f64 * 4.0).round() / 4.0
@@ -375,7 +395,8 @@ mod tests {
     #[test]
     fn irregular_lists_cost_8_bytes_per_token() {
         let scattered = |e: i64| (0..50).map(|t| (t % 4, e * 977 + t * 31)).collect::<Vec<_>>();
-        let examples: Vec<Listed> = (0..6400).map(|e| (scattered(e), (0, 0))).collect();
+        let listed = |list: Vec<(i64, i64)>| (list.clone(), *list.last().unwrap());
+        let examples: Vec<Listed> = (0..6400).map(|e| listed(scattered(e))).collect();
         assert!(cost(&examples, true) < 50.0 * 8.0 + 22.0);
     }
 }
