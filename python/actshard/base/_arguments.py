@@ -7,13 +7,16 @@ by name for all others.
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeGuard, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -39,6 +42,9 @@ Kept = Literal["all", "content", "last"]
 
 Item = TypeVar("Item")
 Scalar = TypeVar("Scalar", bound=np.generic)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_C = TypeVar("_C")
 
 NUMPY_BY_NAME: dict[str, np.dtype[np.generic]] = {}
 """Maps safetensors dtype names to numpy (or ml_dtypes) dtypes."""
@@ -88,6 +94,39 @@ def one_of(value: object, words: Iterable[str], name: str) -> str:
     near = get_close_matches(str(value), words, 1)
     meant = f"; do you mean {near[0]!r}?" if near else ""
     raise ArgumentError(f"{name} must be one of {', '.join(words)}, not {value!r}{meant}")
+
+
+def check_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function with its signature; an argument that it does not have is an ArgumentTypeError with the nearest name."""
+    return _with_names(function, function.__name__)
+
+
+def check_names_of_methods(cls: type[_C]) -> type[_C]:
+    """The class, with :func:`check_names` on its public methods, inherited ones too. Errors name this class."""
+    for name in [name for name in dir(cls) if not name.startswith("_")]:
+        method = inspect.getattr_static(cls, name)
+        if isinstance(method, FunctionType):
+            setattr(cls, name, _with_names(method, f"{cls.__name__}.{name}"))
+    return cls
+
+
+def _with_names(function: Callable[_P, _R], shown: str) -> Callable[_P, _R]:
+    assert isinstance(function, FunctionType)
+    code = function.__code__
+    names = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    if code.co_flags & inspect.CO_VARKEYWORDS:
+        return function
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **arguments: _P.kwargs) -> _R:
+        if not arguments.keys() <= names:
+            unknown = next(name for name in arguments if name not in names)
+            near = get_close_matches(unknown, sorted(names - {"self"}), 1)
+            meant = f". Do you mean {near[0]!r}?" if near else ""
+            raise ArgumentTypeError(f"{shown}: unknown argument {unknown!r}{meant}")
+        return function(*args, **arguments)
+
+    return call
 
 
 def as_array(value: object, expected: str) -> NDArray[np.generic]:

@@ -50,6 +50,7 @@ CODES: Mapping[str, tuple[str, str, str]] = _Codes()
 """Maps each code to (severity, meaning, remedy). Codes are added, never renamed."""
 
 
+@_arguments.check_names
 def verify(
     path: str | os.PathLike[str] | Store,
     *,
@@ -227,7 +228,7 @@ def _check(
     except ActshardError as error:
         report.faults.refused(error)
         return
-    report.excuse(set(store.contents.files_left_out))
+    report.excuse(set(store.contents.absence.files))
     for warning in store.warnings:
         if warning.code != "examples-left-out":  # the notes name the files
             report.add(warning.code, root, warning)
