@@ -257,6 +257,12 @@ def many_files(folder: Path, patch: pytest.MonkeyPatch) -> None:
     written(folder, "zarr", np.ones((4, 1, 1, 4), np.float32))
 
 
+def padded(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("actshard.formats.zarr.write.MUCH_PADDING", 100)
+    with actshard.create(folder / "d", "zarr", layers=[0], d_model=4, t_max=16) as writer:
+        writer.append(np.ones((4, 1, 16, 4), np.float32), lengths=[1, 2, 3, 16])
+
+
 def parts_with_other_notes(folder: Path, patch: pytest.MonkeyPatch) -> None:
     for note in "ab":
         with actshard.create(folder / note, "lmprobe", layers=[0], d_model=4, metadata={"note": note}) as writer:
@@ -371,6 +377,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "column-type-changed": changed_column,
     "layer-names-changed": numbers_and_texts,
     "many-files": many_files,
+    "padding": padded,
     "metadata-dropped": parts_with_other_notes,
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,

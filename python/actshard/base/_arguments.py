@@ -98,35 +98,33 @@ def one_of(value: object, words: Iterable[str], name: str) -> str:
 
 def check_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """The function with its signature; an argument that it does not have is an ArgumentTypeError with the nearest name."""
-    return _with_names(function, function.__name__)
-
-
-def check_names_of_methods(cls: type[_C]) -> type[_C]:
-    """The class, with :func:`check_names` on its public methods, inherited ones too. Errors name this class."""
-    for name in [name for name in dir(cls) if not name.startswith("_")]:
-        method = inspect.getattr_static(cls, name)
-        if isinstance(method, FunctionType):
-            setattr(cls, name, _with_names(method, f"{cls.__name__}.{name}"))
-    return cls
-
-
-def _with_names(function: Callable[_P, _R], shown: str) -> Callable[_P, _R]:
     assert isinstance(function, FunctionType)
-    code = function.__code__
+    code, name = function.__code__, function.__name__
     names = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    if code.co_flags & inspect.CO_VARKEYWORDS:
-        return function
+    is_method = code.co_varnames[:1] == ("self",)
 
     @functools.wraps(function)
     def call(*args: _P.args, **arguments: _P.kwargs) -> _R:
         if not arguments.keys() <= names:
-            unknown = next(name for name in arguments if name not in names)
+            unknown = next(argument for argument in arguments if argument not in names)
             near = get_close_matches(unknown, sorted(names - {"self"}), 1)
             meant = f". Do you mean {near[0]!r}?" if near else ""
-            raise ArgumentTypeError(f"{shown}: unknown argument {unknown!r}{meant}")
-        return function(*args, **arguments)
+            where = f"{type(args[0]).__name__}." if is_method and args else ""
+            raise ArgumentTypeError(f"{where}{name}: unknown argument {unknown!r}{meant}")
+        result: _R = function(*args, **arguments)
+        return result
 
     return call
+
+
+def check_names_of_methods(cls: type[_C]) -> type[_C]:
+    """The class, with :func:`check_names` on its public methods, and on those of its bases."""
+    for base in cls.__mro__[:-1]:
+        for name, method in list(vars(base).items()):
+            is_checked = isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
+            if is_checked and not name.startswith("_") and not method.__code__.co_flags & inspect.CO_VARKEYWORDS:
+                setattr(base, name, check_names(method))
+    return cls
 
 
 def as_array(value: object, expected: str) -> NDArray[np.generic]:

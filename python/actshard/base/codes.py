@@ -441,6 +441,13 @@ CALLS: tuple[Code, ...] = (
         "write a format or version with few large files, such as Zarr with version=3",
     ),
     Code(
+        "padding",
+        WARNING,
+        "A third or more of the bytes of a dataset are padding of short examples.",
+        "The dataset takes more space, and more time to write and to copy.",
+        "write Zarr with version=3, or a format without padding, such as lmprobe",
+    ),
+    Code(
         "layer-names-changed",
         WARNING,
         "A format stores numbers of layers as strings, because other layers have strings as names.",

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.base.codes import Remark
+from actshard.base.errors import FileAccessError
 from actshard.base.layers import Layer
 from actshard.base.location import Location, network_io
 
@@ -79,6 +80,7 @@ class Evidence:
         near: for a path that does not match: whether some of the format's files are there.
         marked: for a path that matches: whether the writer's mark is in a file, which outranks what other formats find in
             the contents.
+        denied: the error of a file or folder that may not be read.
     """
 
     matches: bool
@@ -86,6 +88,7 @@ class Evidence:
     found: str
     near: bool = False
     marked: bool = False
+    denied: FileAccessError | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,6 +213,8 @@ class Contents:
     """Files with columns or metadata, and folders of such files, other than ``folders``. Plans check that they are unchanged."""
     types_may_differ: bool = False
     """Whether rows may be stored in several float dtypes, of which ``dtype`` is the first. Reading them requires ``dtype=``."""
+    without_padding: str = ""
+    """How the format stores the rows without padding, for messages; empty: it has none, or cannot."""
     has_logits: bool = False
     router_layers: tuple[Layer, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None

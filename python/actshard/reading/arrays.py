@@ -239,7 +239,8 @@ class LayerArray(_Lazy):
         return self._store.num_examples
 
     def _shown(self) -> str:
-        return f"({_arguments.many(len(self), 'example')}, tokens, {self._store.d_model})"
+        each = self._store.contents.tokens_each or "tokens"
+        return f"({_arguments.many(len(self), 'example')}, {each}, {self._store.d_model})"
 
     def __iter__(self) -> Iterator[NDArray[Any]]:
         return (self[i] for i in range(len(self)))

@@ -365,6 +365,9 @@ def _detect(place: Place) -> str:
     if isinstance(root.storage, Remote) and root.storage.denied:
         denied = next(iter(root.storage.denied.values()))
         raise FileAccessError(f"cannot detect the format: {denied}. Choose a format=", path=root)
+    refusal = next((e.denied for e in evidence.values() if e.denied is not None), None)
+    if refusal is not None:
+        raise FileAccessError(f"cannot detect the format of {root.name}: {refusal.detail}", path=refusal.path or root)
     raise UnknownFormatError(f"expected a dataset, found {_explained(root, evidence)}", path=root)
 
 
@@ -498,7 +501,7 @@ def _evidence_of(name: str, root: Location) -> Evidence:
     except FileAccessError as error:
         if root.is_remote:
             raise  # a server that does not answer, or refuses: each other format would wait for it again
-        return Evidence(False, _any_of(name), str(error), near=True)
+        return Evidence(False, _any_of(name), str(error), near=True, denied=error)
     except (ActshardError, OSError) as error:
         return Evidence(False, _any_of(name), str(error), near=True)
 

@@ -211,6 +211,7 @@ def open(path: Location, options: Options) -> Contents:
         store_metadata=lambda: [(utf8(member.path.name), member.metadata) for member in members],
         extras=tuple(texts),
         absence=_absence(path, members),
+        without_padding="version=3 stores hardly any" if first.version == 2 else "",
         warnings=tuple(warnings),
     )
 
