@@ -65,6 +65,14 @@ def values(change: Callable[[np.ndarray], Any]) -> Callable[[Path], Path]:
     return make
 
 
+def padded_ids(folder: Path) -> Path:
+    ids = pa.array([[7, 8, 9, 0]] * 3, pa.list_(pa.int64()))
+    with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=8, storage="full_sequence") as writer:
+        rows = np.random.default_rng(0).standard_normal((3, 1, 4, 8)).astype(np.float32)
+        writer.append(rows, lengths=[2, 3, 4], columns={"ids": ids, "text": ["a", "b", "c"]})
+    return folder / "d"
+
+
 def cache(fields: dict[str, Any], row: dict[str, Any], **options: Any) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         with tokens.CacheWriter(folder / "c", fields, **options) as writer:
@@ -195,6 +203,7 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "constant-dimension": values(lambda rows: rows.__setitem__((..., 4), 0.5)),
     "constant-layer": values(lambda rows: rows.__setitem__(..., rows[0, 0, 0].copy())),
     "duplicate-example": values(lambda rows: rows.__setitem__(5, rows[4])),
+    "padded-column": padded_ids,
     "oversized-file": torch_folder("pt_zoo/slice_of_large_base.pt", "a"),
     "integer-rows": bits_as_integers,
     "unread-object": torch_folder("hostile/lookup_only.pt", "t"),

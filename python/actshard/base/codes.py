@@ -379,6 +379,13 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "check for repeated inputs",
         ),
         Code(
+            "padded-column",
+            WARNING,
+            "A column has as many values in every example as the longest example has tokens.",
+            "Values of padding are taken for tokens: streams of sequences and keep= refuse the column.",
+            "write the column again, with the values of each example's tokens; append() cuts arrays by lengths=",
+        ),
+        Code(
             "wide-dtype",
             NOTE,
             "Every value has the precision of a narrower dtype.",
