@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,3 +227,30 @@ def test_storage_options_that_are_no_mapping_are_refused_for_local_paths_too(opt
     ):
         with pytest.raises(actshard.ArgumentTypeError, match="storage_options: expected a mapping"):
             call()
+
+
+def test_an_unknown_argument_names_the_nearest(store: actshard.Store) -> None:
+    calls: tuple[tuple[Callable[..., object], str, str], ...] = (
+        (
+            lambda **given: store.stream(1, 4, **given),
+            "shufle",
+            "Store.stream: unknown argument 'shufle'. Do you mean 'shuffle'?",
+        ),
+        (
+            lambda **given: store.gather(1, 0, 0, **given),
+            "dtyp",
+            "Store.gather: unknown argument 'dtyp'. Do you mean 'dtype'?",
+        ),
+        (lambda **given: store.stats(1, **given), "sed", "Store.stats: unknown argument 'sed'. Do you mean 'seed'?"),
+        (
+            lambda **given: actshard.open(store.path, **given),
+            "formt",
+            "open: unknown argument 'formt'. Do you mean 'format'?",
+        ),
+        (lambda **given: actshard.verify(store.path, **given), "xyz", "verify: unknown argument 'xyz'"),
+    )
+    for call, name, message in calls:
+        with pytest.raises(actshard.ArgumentTypeError) as caught:
+            call(**{name: 1})
+        assert str(caught.value) == message
+    assert list(inspect.signature(store.stream).parameters)[:3] == ["layer", "batch_size", "shuffle"]

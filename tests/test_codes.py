@@ -65,6 +65,14 @@ def values(change: Callable[[np.ndarray], Any]) -> Callable[[Path], Path]:
     return make
 
 
+def padded_ids(folder: Path) -> Path:
+    ids = pa.array([[7, 8, 9, 0]] * 3, pa.list_(pa.int64()))
+    with actshard.create(folder / "d", "lmprobe", layers=[0], d_model=8, storage="full_sequence") as writer:
+        rows = np.random.default_rng(0).standard_normal((3, 1, 4, 8)).astype(np.float32)
+        writer.append(rows, lengths=[2, 3, 4], columns={"ids": ids, "text": ["a", "b", "c"]})
+    return folder / "d"
+
+
 def cache(fields: dict[str, Any], row: dict[str, Any], **options: Any) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         with tokens.CacheWriter(folder / "c", fields, **options) as writer:
@@ -195,6 +203,7 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "constant-dimension": values(lambda rows: rows.__setitem__((..., 4), 0.5)),
     "constant-layer": values(lambda rows: rows.__setitem__(..., rows[0, 0, 0].copy())),
     "duplicate-example": values(lambda rows: rows.__setitem__(5, rows[4])),
+    "padded-column": padded_ids,
     "oversized-file": torch_folder("pt_zoo/slice_of_large_base.pt", "a"),
     "integer-rows": bits_as_integers,
     "unread-object": torch_folder("hostile/lookup_only.pt", "t"),
@@ -255,6 +264,12 @@ def numbers_and_texts(folder: Path, patch: pytest.MonkeyPatch) -> None:
 def many_files(folder: Path, patch: pytest.MonkeyPatch) -> None:
     patch.setattr("actshard.formats.zarr.write.MANY_FILES", 3)
     written(folder, "zarr", np.ones((4, 1, 1, 4), np.float32))
+
+
+def padded(folder: Path, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("actshard.formats.zarr.write.MUCH_PADDING", 100)
+    with actshard.create(folder / "d", "zarr", layers=[0], d_model=4, t_max=16) as writer:
+        writer.append(np.ones((4, 1, 16, 4), np.float32), lengths=[1, 2, 3, 16])
 
 
 def parts_with_other_notes(folder: Path, patch: pytest.MonkeyPatch) -> None:
@@ -371,6 +386,7 @@ CALLS: dict[str, Callable[[Path, pytest.MonkeyPatch], Any]] = {
     "column-type-changed": changed_column,
     "layer-names-changed": numbers_and_texts,
     "many-files": many_files,
+    "padding": padded,
     "metadata-dropped": parts_with_other_notes,
     "plugin-not-used": plugin,
     "tokenizer-truncates": truncating,

@@ -179,6 +179,20 @@ def test_folders_that_refuse_to_be_read_do_not_end_a_search(tmp_path: Path, monk
         assert store.format == "lmprobe"
 
 
+def test_a_folder_that_may_not_be_listed_is_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(LMPROBE, tmp_path / "b")
+    scandir = os.scandir
+
+    def refuse(path: Any) -> Any:
+        if os.fspath(path) == str(tmp_path / "b/index"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with refuses(actshard.FileAccessError, tmp_path / "b/index", "cannot detect the format of b: .*Permission denied"):
+        actshard.open(tmp_path / "b")
+
+
 def only_dump(folder: Path) -> None:
     """A folder of saev, which stands for its only dump."""
     shutil.copytree(GOLDEN / "saev/v21_cls_labels_multishard", folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import pickle
 import shutil
 import warnings
@@ -16,6 +17,7 @@ import pyarrow as pa
 import pytest
 
 import actshard
+from actshard.formats.torch_zip import torch_bytes
 from conftest import GOLDEN, refuses
 from shell import run_command
 
@@ -92,6 +94,16 @@ def test_a_file_whose_lock_is_held_is_being_written(tmp_path: Path) -> None:
         with pytest.raises(actshard.ActshardError, match=rf"{first.name}: is being written"):
             opened(folder, "error").sequence(0, store.layers[0])
     assert (opened(folder).token_counts > 0).all()
+
+
+def safetensors_bytes(arrays: dict[str, Any]) -> bytes:
+    """A file of float32 arrays."""
+    header, end = {}, 0
+    for name, array in arrays.items():
+        header[name] = {"dtype": "F32", "shape": list(array.shape), "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in arrays.values())
 
 
 STATES = np.random.default_rng(5).normal(size=(24, 2, 5, 8)).astype(np.float32)
@@ -274,22 +286,166 @@ def test_commands_read_what_is_whole(tmp_path: Path) -> None:
 
 
 def test_other_formats_refuse_skip_and_give_the_reason(tmp_path: Path) -> None:
-    for format, reason in (
-        ("npy", "each of its files has the rows of all examples"),
-        ("safetensors", "each of its files has the rows of all examples"),
-        ("zarr", "missing chunks as zeros"),
-    ):
-        path = tmp_path / format
-        with actshard.create(path, format, layers=[0], d_model=2) as writer:
-            writer.append(np.zeros((1, 1, 2), np.float32))
-        message = f'incomplete: "skip" is supported for .*speculators.*, not for {format}: .*{reason}'
-        with refuses(actshard.ArgumentError, path, message):
-            actshard.open(path, incomplete="skip")
-        with pytest.raises(actshard.ArgumentError, match=message):
-            actshard.verify(path, incomplete="skip")
+    message = 'incomplete: "skip" is supported for .*speculators.*, not for deepspec: its files do not record'
+    with refuses(actshard.ArgumentError, tmp_path, message):
+        actshard.open(tmp_path, "deepspec", incomplete="skip")
     for verb in (actshard.open, actshard.verify):
         with pytest.raises(actshard.ArgumentError, match="incomplete: expected 'error' or 'skip', found 'no'"):
-            verb(path, incomplete="no")  # type: ignore[operator]  # wrong on purpose
+            verb(tmp_path, incomplete="no")  # type: ignore[operator]  # wrong on purpose
+
+
+# -- folders of plain files, and Zarr ------------------------------------------------------------------------------------
+
+
+def damaged(file: Path, damage: str) -> None:
+    """A file that is missing, empty or cut."""
+    data = file.read_bytes()
+    file.write_bytes(b"" if damage == "empty" else data[: -len(data) // 3])
+    if damage == "missing":
+        file.unlink()
+
+
+def check_described(folder: Path, layout: Any, absent: list[int], columns: dict[str, list[Any]]) -> actshard.Store:
+    """As :func:`check_left_out`, for 12 examples of 5 tokens of layer 3 of :data:`STATES`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = actshard.open(folder, layout=layout, incomplete="skip")
+    assert store.token_counts.tolist() == [0 if i in absent else 5 for i in range(12)]
+    whole = sorted({*range(12)} - {*absent})
+    for example in whole:
+        assert np.array_equal(store.sequence(example, store.layers[0]), STATES[example, 0])
+    batches = list(store.stream(store.layers[0], 7, shuffle="window", drop_last=False))
+    examples, tokens = (np.concatenate([getattr(b, name) for b in batches]) for name in ("examples", "tokens"))
+    assert sorted(examples.tolist()) == np.repeat(whole, 5).tolist()
+    assert np.array_equal(np.concatenate([b.activations for b in batches]), STATES[examples, 0, tokens])
+    (remark,) = [w for w in store.warnings if w.code == "examples-left-out"]
+    assert remark.startswith(f"{len(absent)} of 12 examples ")
+    assert {name: store.table[name].to_pylist() for name in columns} == columns
+    report = actshard.verify(folder, layout=layout, incomplete="skip")
+    assert report.ok, report.errors
+    return store
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+@pytest.mark.parametrize("ending", [".npy", ".pt", ".safetensors"])
+def test_described_examples_that_are_not_whole_keep_their_numbers(ending: str, damage: str, tmp_path: Path) -> None:
+    labels = list(range(12))
+    for i in range(12):
+        file = tmp_path / f"{i}{ending}"
+        if ending == ".npy":
+            np.save(file, STATES[i, 0])
+        elif ending == ".pt":
+            file.write_bytes(torch_bytes({"h": STATES[i, 0], "label": i}))
+        else:
+            file.write_bytes(safetensors_bytes({"h": STATES[i, 0]}))
+    np.save(tmp_path / "shared.npy", np.arange(12))
+    columns: list[dict[str, Any]] = [{"file": "shared.npy", "name": "shared"}]
+    columns += [{"tensor": "label"}] if ending == ".pt" else []
+    activations = {"files": f"{{example:d}}{ending}", "axes": ["token", "dim"], "layers": [3]}
+    activations |= {} if ending == ".npy" else {"tensor": "h"}
+    layout = {"version": 1, "activations": activations, "columns": columns}
+    for number in (2, 7):
+        damaged(tmp_path / f"{number}{ending}", damage)
+    expected: dict[str, list[Any]] = {"shared": labels, "example": labels}
+    expected |= {"label": [None if i in (2, 7) else i for i in labels]} if ending == ".pt" else {}
+    store = check_described(tmp_path, layout, [2, 7], expected)
+    assert "2" + ending in str(store.warnings)
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+def test_described_batches_that_are_not_whole_keep_the_numbers_of_others(damage: str, tmp_path: Path) -> None:
+    for batch in range(4):
+        value = {"h": STATES[3 * batch : 3 * batch + 3, 0], "labels": list(range(3 * batch, 3 * batch + 3))}
+        (tmp_path / f"batch_{batch}.pt").write_bytes(torch_bytes(value))
+    layout = {
+        "version": 1,
+        "activations": {
+            "files": "batch_{batch:d}.pt",
+            "tensor": "h",
+            "axes": ["example", "token", "dim"],
+            "layers": [3],
+        },
+        "columns": [{"tensor": "labels"}],
+    }
+    damaged(tmp_path / "batch_1.pt", damage)
+    labels: list[int | None] = [None if i in (3, 4, 5) else i for i in range(12)]
+    check_described(tmp_path, layout, [3, 4, 5], {"labels": labels})
+
+
+def test_batches_of_unknown_numbers_of_examples_end_the_dataset(tmp_path: Path) -> None:
+    for batch, (first, last) in enumerate(((0, 3), (3, 5), (5, 9), (9, 12))):
+        (tmp_path / f"batch_{batch}.pt").write_bytes(torch_bytes({"h": STATES[first:last, 0]}))
+    np.save(tmp_path / "labels.npy", np.arange(12))
+    layout = {
+        "version": 1,
+        "activations": {
+            "files": "batch_{batch:d}.pt",
+            "tensor": "h",
+            "axes": ["example", "token", "dim"],
+            "layers": [3],
+        },
+        "columns": [{"file": "labels.npy"}],
+    }
+    (tmp_path / "batch_2.pt").write_bytes(b"")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = actshard.open(tmp_path, layout=layout, incomplete="skip")
+    assert len(store) == 5
+    assert store.table["labels"].to_pylist() == list(range(5))
+    (remark,) = [w for w in store.warnings if w.code == "examples-left-out"]
+    assert remark.startswith("2 of 4 groups of files are left out, from batch_2.pt on (batch_2.pt: ")
+
+
+@pytest.mark.parametrize("format", ["npy", "safetensors"])
+def test_examples_beyond_the_end_of_a_plain_file_are_left_out(format: str, tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d", format, layers=[3, 5], d_model=8) as writer:
+        writer.append(STATES, columns={"label": np.arange(24)})
+    files = (
+        sorted((writer.path / "activations").iterdir())
+        if format == "npy"
+        else sorted(writer.path.rglob("*.safetensors"))
+    )
+    file = files[-1]
+    file.write_bytes(file.read_bytes()[: -2 * 5 * 8 * 4 - 4])
+    check_left_out(writer.path, [21, 22, 23], list(range(24)))
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut"])
+@pytest.mark.parametrize("version", [2, 3])
+def test_samples_without_a_whole_chunk_are_left_out(version: int, damage: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"version": 3, "shard_bytes": 2000} if version == 3 else {}
+    with actshard.create(tmp_path / "d.zarr", "zarr", layers=[3, 5], d_model=8, **options) as writer:
+        writer.append(STATES, columns={"label": np.arange(24)})
+    array = writer.path / "arrays/activations"
+    file = sorted(array.glob("c.1.0.*" if version == 3 else "4.1.*"))[0]
+    meta = json.loads((array / "zarr.json").read_text()) if version == 3 else {}
+    per_file = meta["chunk_grid"]["configuration"]["chunk_shape"][0] if meta else 1
+    damaged(file, damage)
+    absent = list(range(per_file, 2 * per_file)) if version == 3 else [4]
+    check_left_out(writer.path, absent, list(range(24)))
+
+
+def test_samples_without_lengths_are_left_out(tmp_path: Path) -> None:
+    with actshard.create(tmp_path / "d.zarr", "zarr", layers=[3, 5], d_model=8) as writer:
+        writer.append(STATES)
+    for file in (writer.path / "arrays/seq_len").glob("[0-9]*"):
+        file.unlink()
+    with pytest.raises(actshard.FormatError, match="expected at least one whole example, found none of 24"):
+        opened(writer.path)
+
+
+def test_errors_name_examples_by_their_numbers(tmp_path: Path) -> None:
+    for format in ("saev", "pickle"):
+        path, files = shards(tmp_path / format, format)
+        files[1].unlink()
+        store = opened(path)
+        for example in (20, 7):
+            with pytest.raises(actshard.OutOfRangeError) as caught:
+                store.gather(3, example, 11)
+            text = str(caught.value)
+            assert "numbered as in" not in text
+            shift = int(text.partition("(add ")[2].partition(" ")[0] or 0)
+            assert f"example {example - shift} has " in text
 
 
 def test_numbers_far_apart_are_refused(tmp_path: Path) -> None:

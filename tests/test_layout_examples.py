@@ -209,3 +209,102 @@ def test_a_guess_takes_lists_of_json_files_of_the_right_length_as_columns(tmp_pa
     proposal = registry.get("layout_toml").guess(tmp_path)
     table = actshard.open(tmp_path, layout=proposal.text).table
     assert table.to_pydict() == {"label": [0, 1, 1, 0]}
+
+
+# -- proposals: which values belong to which example -----------------------------------------------------------------------
+
+
+def guessed(folder: Path) -> tuple[dict[str, list[Any]], list[str]]:
+    """The columns of a folder as its draft describes it, and what is unsure about it."""
+    proposal = registry.get("layout_toml").guess(folder)
+    assert not [reason for reason in proposal.unsure if "does not open" in reason], proposal.text
+    with actshard.open(folder, layout=proposal.text) as store:
+        return store.table.to_pydict(), proposal.unsure
+
+
+def put_files(folder: Path, numbers: list[int]) -> None:
+    for n in numbers:
+        np.save(folder / f"prompt_{n}.npy", np.full((3, 32), n, np.float32))
+
+
+def put_csv(path: Path, columns: dict[str, list[Any]]) -> None:
+    rows = zip(*columns.values(), strict=True)
+    path.write_text("\n".join(",".join(map(str, row)) for row in (list(columns), *rows)) + "\n")
+
+
+def test_a_guess_joins_lines_by_the_field_that_numbers_the_examples(tmp_path: Path) -> None:
+    put_files(tmp_path, [0, 1, 2, 3])
+    put_csv(tmp_path / "labels.csv", {"id": [3, 1, 0, 2], "label": ["d", "b", "a", "c"]})
+    columns, _ = guessed(tmp_path)
+    assert columns == {"example": [0, 1, 2, 3], "label": ["a", "b", "c", "d"]}
+
+
+def test_a_guess_joins_columns_of_json_by_their_numbers(tmp_path: Path) -> None:
+    np.save(tmp_path / "acts.npy", np.ones((4, 5, 32), np.float32))
+    (tmp_path / "meta.json").write_text(json.dumps({"index": [3, 1, 0, 2], "label": ["d", "b", "a", "c"]}))
+    columns, _ = guessed(tmp_path)
+    assert columns["label"] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "labels", "reason"),
+    [
+        ([0, 2, 5], {"label": [7, 8, 9]}, "the numbers of the examples have gaps (0, 2, 5)"),
+        ([0, 1, 2], {"file": ["prompt_2.npy", "prompt_0.npy", "prompt_1.npy"], "label": [7, 8, 9]}, "its 'file' names"),
+        ([0, 1, 2], {"id": [12, 10, 11], "label": [7, 8, 9]}, "its 'id' is not in ascending order"),
+    ],
+    ids=["gaps", "names", "ids"],
+)
+def test_a_guess_attaches_no_values_whose_order_is_not_that_of_the_examples(
+    numbers: list[int], labels: dict[str, list[Any]], reason: str, tmp_path: Path
+) -> None:
+    put_files(tmp_path, numbers)
+    put_csv(tmp_path / "labels.csv", labels)
+    columns, unsure = guessed(tmp_path)
+    assert columns == {"example": numbers}
+    (remark,) = [text for text in unsure if "labels.csv" in text]
+    assert remark.startswith('file = "labels.csv" is left out, as a comment: ')
+    assert reason in remark
+
+
+def test_a_guess_attaches_values_whose_names_are_in_the_order_of_the_examples(tmp_path: Path) -> None:
+    put_files(tmp_path, [0, 2, 5])
+    put_csv(tmp_path / "labels.csv", {"file": ["prompt_0", "prompt_2", "prompt_5"], "label": [7, 8, 9]})
+    columns, _ = guessed(tmp_path)
+    assert columns["label"] == [7, 8, 9]
+
+
+def test_a_guess_attaches_no_list_to_keys_that_a_file_has_in_another_order(tmp_path: Path) -> None:
+    value = {f"prompt_{n}": STATES[n] for n in (2, 0, 1)} | {"labels": ["c", "a", "b"]}
+    (tmp_path / "all.pt").write_bytes(torch_bytes(value))
+    columns, unsure = guessed(tmp_path)
+    assert "labels" not in columns
+    assert any("the file has the examples in another order (2, 0, 1)" in reason for reason in unsure)
+    (tmp_path / "all.pt").write_bytes(torch_bytes(dict(sorted(value.items())) | {"labels": ["a", "b", "c"]}))
+    assert guessed(tmp_path)[0]["labels"] == ["a", "b", "c"]
+
+
+def test_a_guess_leaves_out_no_file_that_it_describes(tmp_path: Path) -> None:
+    np.save(tmp_path / "acts.npy", np.ones((8, 2, 16), np.float16))
+    np.save(tmp_path / "labels.npy", np.arange(8))
+    np.save(tmp_path / "more.npy", np.ones((8, 2, 15), np.float16))
+    columns, unsure = guessed(tmp_path)
+    assert "labels" in columns
+    assert [reason for reason in unsure if "labels.npy" in reason] == []
+    assert any("1 other .npy files are left out, such as 'more.npy'" in reason for reason in unsure)
+
+
+def test_a_guess_finds_labels_in_any_shard(tmp_path: Path) -> None:
+    for shard in range(1, 4):
+        arrays = {f"layers.{shard}": np.full((4, 5, 32), shard, np.float32)}
+        arrays |= {"labels": np.arange(4, dtype=np.float32)} if shard == 2 else {}
+        put_safetensors(tmp_path / f"acts-{shard:05}-of-00003.safetensors", arrays)
+    columns, _ = guessed(tmp_path)
+    assert columns["labels"] == [0, 1, 2, 3]
+
+
+def test_a_guess_finds_lists_of_each_batch(tmp_path: Path) -> None:
+    for batch in range(2):
+        value = {"acts": np.full((3, 4, 32), batch, np.float32), "labels": [3 * batch, 3 * batch + 1, 3 * batch + 2]}
+        (tmp_path / f"batch_{batch}.pt").write_bytes(torch_bytes(value))
+    assert guessed(tmp_path)[0]["labels"] == list(range(6))

@@ -265,6 +265,14 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({**saved, "scale": None, "divide": [0.0] * 32}))
     with pytest.raises(actshard.FormatError, match="other than 0"):
         actshard.Normalizer.load(file)
+    for text, kind in (
+        ('{"mean": [0], "std": [1]}', "an object with 'mean', 'std'"),
+        ("[1, 2]", r"\[1, 2\]"),
+        ("{}", "{}"),
+    ):
+        file.write_text(text)
+        with pytest.raises(actshard.FormatError, match=f"expected a file of Normalizer.save, .*, found {kind}"):
+            actshard.Normalizer.load(file)
     with pytest.raises(actshard.MissingFileError):
         actshard.Normalizer.load(tmp_path / "nothing.json")
 

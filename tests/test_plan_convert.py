@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import actshard
 from actshard import formats
 from actshard.base import work
+from actshard.plan import book
 from actshard.plan.book import ALIVE_SECONDS, Book
 from actshard.plan.data import Planned
 from actshard.reading import inputs
@@ -492,6 +493,14 @@ def test_errors_name_the_examples_and_are_recorded(tmp_path: Path, monkeypatch: 
     assert "examples 4 to 5" in str(status.failed[2])
     with pytest.raises(actshard.UnfinishedError, match=r"1 failed \(2\), the first: .*too large for float16"):
         plan.commit()
+
+
+def test_a_killed_process_of_this_machine_is_not_running(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for pid, is_running in ((os.getpid(), True), (ended.pid, False)):
+        assert book.Attempt(0, tmp_path, book.host(), pid, 1.0, 0, 0).running is is_running
+    assert book.Attempt(0, tmp_path, "far", ended.pid, 1.0, 0, 0).running
 
 
 def test_status_tells_running_from_stopped(source: Path, tmp_path: Path) -> None:

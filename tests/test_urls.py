@@ -633,7 +633,26 @@ def test_a_url_of_nothing_and_of_a_file_is_named(server: Served) -> None:
             "rows.npy",
             "found a file of a web server, a numpy array: download it, or give the URL of the folder of a dataset",
         ),
-        ("page.html", "found a folder that no format recognises; .*cannot list the names"),
+        ("page.html", "found a web page at this URL, and no files of a dataset below it .*cannot list the names"),
     ):
         with pytest.raises(actshard.UnknownFormatError, match=text):
             actshard.open(server.web(name))
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ((410, b"gone"), r"found nothing at this URL: it was removed \(410\), and no files of a dataset below it"),
+        ((200, b"<!doctype html><html></html>"), "found a web page at this URL, and no files of a dataset below it"),
+        ((200, b""), "found a file of a web server, without any bytes: "),
+        ((451, b"no"), "cannot read: 451: no"),
+        ((400, b"bad name"), "cannot read: 400: bad name"),
+    ],
+    ids=["410", "page", "empty", "451", "400"],
+)
+def test_an_answer_to_a_url_is_named_as_it_is(answer: tuple[int, bytes], text: str, server: Served) -> None:
+    server.absent = answer
+    with pytest.raises(actshard.ActshardError, match=text) as caught:
+        actshard.open(server.web("run"))
+    assert "404" not in str(caught.value)
+    assert "layout.toml" not in str(caught.value)

@@ -456,6 +456,16 @@ def test_a_codec_of_the_zarr_package_names_the_extra(tmp_path: Path, monkeypatch
         actshard.open(store)
 
 
+def test_a_malformed_codec_names_the_field_and_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = write_store(tmp_path / "s.zarr", np.ones((2, 1, 4, 3), "f4"), None, (1, 1, 4, 3))
+    change(store / "arrays/activations/.zarray", lambda meta: meta | {"compressor": {"id": "gzip", "level": "high"}})
+    monkeypatch.setitem(sys.modules, "zarr", None)
+    message = "field 'codecs': expected valid configurations of gzip"
+    with refuses(actshard.FormatError, store / "arrays/activations/.zarray", message) as caught:
+        actshard.open(store)
+    assert "pip install" not in str(caught.value)
+
+
 @pytest.mark.parametrize("rooms", [(4, 9), (9, 4), (5, 5, 7)])
 def test_a_run_as_one_group_has_the_largest_t_max(tmp_path: Path, rooms: tuple[int, ...]) -> None:
     from actshard.compat.zarr import open_group

@@ -238,7 +238,7 @@ class TorchContents:
     def is_gzipped(self) -> bool: ...
 
 def read_arrays(
-    places: Sequence[str | PathLike[str]], kind: str
+    places: Sequence[str | PathLike[str]], kind: str, partial: bool = False
 ) -> list[tuple[list[tuple[str, StoredArray, str]], list[tuple[str, str]]]]: ...
 def read_array(place: str | PathLike[str], array: StoredArray) -> bytearray: ...
 
@@ -487,7 +487,12 @@ class Rows:
     def choose(self, examples: tuple[int, int, int] | bytes) -> Rows: ...
     @staticmethod
     def several(
-        parts: list[Rows], groups: list[list[int]], dtype: str | None, descr: np.dtype[np.generic], io: str
+        parts: list[Rows],
+        groups: list[list[int]],
+        dtype: str | None,
+        descr: np.dtype[np.generic],
+        io: str,
+        shifts: list[int] = ...,
     ) -> Rows: ...
     @staticmethod
     def paired(

@@ -7,13 +7,16 @@ by name for all others.
 from __future__ import annotations
 
 import errno
+import functools
+import inspect
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeGuard, TypeVar
 from urllib.parse import unquote_to_bytes
 
 import numpy as np
@@ -39,6 +42,9 @@ Kept = Literal["all", "content", "last"]
 
 Item = TypeVar("Item")
 Scalar = TypeVar("Scalar", bound=np.generic)
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_C = TypeVar("_C")
 
 NUMPY_BY_NAME: dict[str, np.dtype[np.generic]] = {}
 """Maps safetensors dtype names to numpy (or ml_dtypes) dtypes."""
@@ -88,6 +94,37 @@ def one_of(value: object, words: Iterable[str], name: str) -> str:
     near = get_close_matches(str(value), words, 1)
     meant = f"; do you mean {near[0]!r}?" if near else ""
     raise ArgumentError(f"{name} must be one of {', '.join(words)}, not {value!r}{meant}")
+
+
+def check_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function with its signature; an argument that it does not have is an ArgumentTypeError with the nearest name."""
+    assert isinstance(function, FunctionType)
+    code, name = function.__code__, function.__name__
+    names = frozenset(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
+    is_method = code.co_varnames[:1] == ("self",)
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **arguments: _P.kwargs) -> _R:
+        if not arguments.keys() <= names:
+            unknown = next(argument for argument in arguments if argument not in names)
+            near = get_close_matches(unknown, sorted(names - {"self"}), 1)
+            meant = f". Do you mean {near[0]!r}?" if near else ""
+            where = f"{type(args[0]).__name__}." if is_method and args else ""
+            raise ArgumentTypeError(f"{where}{name}: unknown argument {unknown!r}{meant}")
+        result: _R = function(*args, **arguments)
+        return result
+
+    return call
+
+
+def check_names_of_methods(cls: type[_C]) -> type[_C]:
+    """The class, with :func:`check_names` on its public methods, and on those of its bases."""
+    for base in cls.__mro__[:-1]:
+        for name, method in list(vars(base).items()):
+            is_checked = isinstance(method, FunctionType) and not hasattr(method, "__wrapped__")
+            if is_checked and not name.startswith("_") and not method.__code__.co_flags & inspect.CO_VARKEYWORDS:
+                setattr(base, name, check_names(method))
+    return cls
 
 
 def as_array(value: object, expected: str) -> NDArray[np.generic]:

@@ -379,6 +379,13 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "check for repeated inputs",
         ),
         Code(
+            "padded-column",
+            WARNING,
+            "A column has as many values in every example as the longest example has tokens.",
+            "Values of padding are taken for tokens: streams of sequences and keep= refuse the column.",
+            "write the column again, with the values of each example's tokens; append() cuts arrays by lengths=",
+        ),
+        Code(
             "wide-dtype",
             NOTE,
             "Every value has the precision of a narrower dtype.",
@@ -439,6 +446,13 @@ CALLS: tuple[Code, ...] = (
         "A dataset takes more than 100,000 files.",
         "Copies, listings and removals are slow, and some file systems limit the number of files.",
         "write a format or version with few large files, such as Zarr with version=3",
+    ),
+    Code(
+        "padding",
+        WARNING,
+        "A third or more of the bytes of a dataset are padding of short examples.",
+        "The dataset takes more space, and more time to write and to copy.",
+        "write Zarr with version=3, or a format without padding, such as lmprobe",
     ),
     Code(
         "layer-names-changed",

@@ -79,7 +79,10 @@ def show(store: Store) -> None:
     ratio = about["ratio"]
     packed = f" ({ratio:.2f} of the rows)" if ratio is not None and ratio < _PACKED else ""
     if ratio is not None and ratio >= _PADDED:
-        packed = f" [yellow]({ratio:.1f} times the rows: short examples are stored with padding)[/]"
+        advice = f"; {store.contents.without_padding}" if store.contents.without_padding else ""
+        packed = (
+            f" [yellow]({ratio:.1f} times the rows: {1 - 1 / ratio:.0%} of the stored bytes are padding{advice})[/]"
+        )
     lines: list[tuple[str, object]] = [
         ("format", about["format"]),
         ("path", escape(about["path"])),
@@ -93,7 +96,7 @@ def show(store: Store) -> None:
         ("dtype", dtype),
         ("shards", shards),
         ("bytes", not_counted if about["bytes"] is None else size(about["bytes"]) + packed),
-        ("read by", about["io"]),
+        ("read by", f"{about['io']}, and decoded" if store.layers and store.rows.decodes else about["io"]),
         *([("also", ", ".join(about["also"]))] if about["also"] else []),
         ("columns", escape(", ".join(about["columns"]))),
     ]

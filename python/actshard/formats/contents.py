@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from actshard.base.codes import Remark
+from actshard.base.errors import FileAccessError
 from actshard.base.layers import Layer
 from actshard.base.location import Location, network_io
 
@@ -78,6 +80,7 @@ class Evidence:
         near: for a path that does not match: whether some of the format's files are there.
         marked: for a path that matches: whether the writer's mark is in a file, which outranks what other formats find in
             the contents.
+        denied: the error of a file or folder that may not be read.
     """
 
     matches: bool
@@ -85,6 +88,46 @@ class Evidence:
     found: str
     near: bool = False
     marked: bool = False
+    denied: FileAccessError | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Absence:
+    """What ``Options.skip_incomplete`` leaves out: examples that are missing, unfinished or damaged.
+
+    They keep their numbers and have no tokens, and so have the others.
+
+    Attributes:
+        examples: a flag per example; empty if none is left out.
+        files: the files that are missing or not whole.
+        after: what is left out after the last example, whose number is unknown; empty: nothing.
+        reasons: what is wrong with the files.
+    """
+
+    examples: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
+    files: tuple[Path, ...] = ()
+    after: str = ""
+    reasons: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.files or self.after or self.examples.any())
+
+    def remarks(self) -> list[Remark]:
+        """A warning that counts the examples; none without any."""
+        texts = [self.after] if self.after else []
+        if count := int(self.examples.sum()):
+            verb = "is" if count == 1 else "are"
+            text = f"{count:,} of {len(self.examples):,} examples {verb} left out: missing, unfinished or damaged; they have a "
+            texts.append(f"{text}number, and no tokens")
+        if texts and self.reasons:
+            more = "; ..." if len(self.reasons) > _SHOWN else ""
+            texts[-1] += f" ({'; '.join(self.reasons[:_SHOWN])}{more})"
+        return [Remark("examples-left-out", text) for text in texts]
+
+
+NOTHING_ABSENT = Absence()
+_SHOWN = 5
+"""Reasons that a warning names."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +168,8 @@ class Contents:
     """Reads columns by name, including columns that ``column_names`` omits."""
     files: Callable[[], list[Path]]
     """Lists all files that contain rows. The list may be long, and files may be missing."""
-    files_left_out: tuple[Path, ...] = ()
-    """Files that are not whole, whose examples ``Options.skip_incomplete`` leaves out."""
+    absence: Absence = NOTHING_ABSENT
+    """What ``Options.skip_incomplete`` leaves out."""
     model: str | None = None
     provenance: dict[str, object] = field(default_factory=dict)
     store_metadata: Callable[[], Sequence[tuple[str, dict[str, object]]]] = lambda: ()
@@ -169,7 +212,10 @@ class Contents:
     columns_in: Callable[[], Sequence[Path]] = lambda: ()
     """Files with columns or metadata, and folders of such files, other than ``folders``. Plans check that they are unchanged."""
     types_may_differ: bool = False
-    """Whether rows may be stored in other float dtypes than ``dtype``. Reading these requires ``dtype=``, or ``converts``."""
+    """Whether rows may be stored in several float dtypes, of which ``dtype`` is the first. Reading these requires ``dtype=``, or
+    ``converts``."""
+    without_padding: str = ""
+    """How the format stores the rows without padding, for messages; empty: it has none, or cannot."""
     has_logits: bool = False
     router_layers: tuple[Layer, ...] = ()
     labels: Callable[[], NDArray[np.uint8] | None] = lambda: None

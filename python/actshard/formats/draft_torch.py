@@ -23,13 +23,13 @@ from actshard.base.errors import ActshardError, ArgumentError, FormatError, Miss
 from actshard.base.faults import RAISE, Faults
 from actshard.base.layers import Layer
 from actshard.base.location import Location
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import NOTHING_ABSENT, Absence, Contents, Evidence, Options
 from actshard.formats.draft_columns import DraftColumns, PlaceTable, rows_of_columns, rows_of_parts
 from actshard.formats.draft_examples import DraftExample, DraftKeys, example_of, kind_of, read_each, values_of_files
 from actshard.formats.draft_keeping import KeptExamples, place_of, restored, stored_of
 from actshard.formats.draft_trees import DraftTree, NumberedFile
 from actshard.formats.kept import KeptIndex
-from actshard.formats.per_token import LAST, left_out, wrong_values
+from actshard.formats.per_token import LAST, wrong_values
 from actshard.formats.report import Report
 from actshard.formats.torch_checks import check_torch
 
@@ -222,8 +222,6 @@ class DraftDataset:
         if not kinds:
             faults.refuse(*(self.faults[number] for number in sorted(self.faults)))
         self._agree(kinds)
-        if self.skips_incomplete:
-            self.warnings += left_out(len(self.faults), len(self.paths))
         for number in sorted(self.faults)[:_SHOWN]:
             fault, name = self.faults[number], self.paths[number].relative_to(self.root)
             effect = "it is left out" if self.skips_incomplete else "reading it is an error"
@@ -335,12 +333,19 @@ class DraftDataset:
             example_columns=columns.some,
             token_columns=columns.per_token,
             files=lambda: [path.place for path in self.paths],
-            files_left_out=tuple(self.paths[e].place for e in sorted(self.faults)) if self.skips_incomplete else (),
+            absence=self._absence(),
             provenance={"kind": self.keys.kind, "files": len(self.paths)}
             | ({} if _layer_names(options.layout) else {"layers": "by position: their numbers are not stored"}),
             extras=tuple(extras),
             warnings=tuple(self.warnings),
         )
+
+    def _absence(self) -> Absence:
+        if not self.skips_incomplete:
+            return NOTHING_ABSENT
+        absent = np.zeros(len(self.paths), np.bool_)
+        absent[list(self.faults)] = True
+        return Absence(absent, tuple(self.paths[e].place for e in sorted(self.faults)))
 
     def counts(self) -> NDArray[np.uint32]:
         """Number of tokens of each example; 1 for damaged examples, or 0 if these are left out."""

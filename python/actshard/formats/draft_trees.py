@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from actshard.base.codes import Remark
 from actshard.base.errors import FormatError
 from actshard.base.location import Location
-from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered
+from actshard.formats.numbered import MOST_MISSING, FileKey, Gap, Numbered, renumbered
 
 NumberedFile = tuple[tuple[int, ...], Location]
 """The numbers in the names of a file and its folders, and its location."""
-_MOST_MISSING = 1 << 16
-"""Numbers without a file that get an example without tokens, in addition to one for each file."""
 _SPAN = re.compile(r"\d+-\d+")
 
 
@@ -85,9 +83,9 @@ class DraftTree:
             FormatError: many more numbers have no file than have one.
         """
         numbered, name = self.missing_files(root, files)
-        if numbered.missing > numbered.count + _MOST_MISSING:
+        if numbered.missing > numbered.count + MOST_MISSING:
             raise FormatError(
-                f"expected at most {_MOST_MISSING:,} missing numbers, found {numbered.missing:,} between {numbered.count:,} files",
+                f"expected at most {MOST_MISSING:,} missing numbers, found {numbered.missing:,} between {numbered.count:,} files",
                 path=root,
             )
         series = self.series or self.example

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 
 from actshard._native import Rows
 from actshard.base import _arguments
-from actshard.base.errors import ActshardError, FormatError
+from actshard.base.errors import ActshardError, FormatError, MissingFileError, UnsupportedError
 from actshard.base.location import Location
 
+OF_A_FILE = (FormatError, MissingFileError, UnsupportedError)
+"""Errors of a file that is not whole, or not of the dataset. Others, such as a refusal, may have another answer next time."""
 _MOST_RUNS = 65_536
 """Maximum number of runs of whole examples: each is a part of the joined rows."""
 
@@ -66,9 +68,10 @@ def leave_out(
     edges = [0, *(np.flatnonzero(np.diff(absent)) + 1).tolist(), len(absent)]
     if len(edges) > _MOST_RUNS:
         raise FormatError(f"expected at most {_MOST_RUNS:,} runs of whole examples, found {len(edges):,}", path=path)
-    name, parts, before = _arguments.name_of(rows.descr), [], 0
+    name, parts, shifts, before = _arguments.name_of(rows.descr), list[Rows](), list[int](), 0
     for first, last in itertools.pairwise(edges):
         count = last - first
+        shifts.append(first if absent[first] else first - before if are_dense else 0)
         if absent[first]:
             parts.append(
                 Rows.joined(
@@ -85,4 +88,4 @@ def leave_out(
         else:
             parts.append(rows.choose((before if are_dense else first, 1, count)))
             before += count
-    return Rows.several(parts, [list(range(num_layers))] * len(parts), None, rows.descr, rows.io)
+    return Rows.several(parts, [list(range(num_layers))] * len(parts), None, rows.descr, rows.io, shifts)

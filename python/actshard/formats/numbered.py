@@ -17,6 +17,8 @@ from actshard.base.codes import Remark
 
 FileKey = tuple[int | str, ...]
 """The number of a file, after the numbers and names of its series."""
+MOST_MISSING = 1 << 16
+"""Numbers without a file that get an example without tokens, in addition to one for each file."""
 SHOWN = 5
 """Number of missing files that are named."""
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from actshard.base.codes import Remark
 from actshard.base.errors import ArgumentError, NotStoredError
 from actshard.base.location import Location
 from actshard.formats.report import Report
@@ -124,15 +123,6 @@ class TokenColumns:
         if not columns:  # a table of no columns still has a length, which only a column gives it
             return rows_only(len(numbers))
         return pa.table(columns)
-
-
-def left_out(count: int, total: int) -> list[Remark]:
-    """A warning about examples that ``incomplete="skip"`` leaves out; none without any."""
-    if not count:
-        return []
-    verb = "is" if count == 1 else "are"
-    text = f"{count:,} of {total:,} examples {verb} left out: missing, unfinished or damaged; they have a number, and no tokens"
-    return [Remark("examples-left-out", text)]
 
 
 def wrong_values(

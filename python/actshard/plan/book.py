@@ -96,8 +96,8 @@ class Attempt:
 
     @property
     def running(self) -> bool:
-        """Whether it reported progress within the last minute."""
-        return self.age < ALIVE_SECONDS
+        """Whether it reported progress within the last minute, and its process lives, if it is of this machine."""
+        return self.age < ALIVE_SECONDS and (self.host != host() or _is_alive(self.pid))
 
 
 def work_folder(root: Path, identity: str, *, dumps: bool = False) -> Path:

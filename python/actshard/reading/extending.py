@@ -99,7 +99,7 @@ class _ExtendedTable:
                 path=self.file,
             )
         # A dataset whose lost files are skipped has fewer rows.
-        if not self.contents.files_left_out and _digest_in(table) != _digest_of(self.contents):
+        if not self.contents.absence and _digest_in(table) != _digest_of(self.contents):
             raise FormatError(
                 f"expected columns of the {many(count, 'example')} of this dataset, found those of another one: the dataset was "
                 "replaced after the columns were added. Move this file away to read the dataset without them",
@@ -182,7 +182,7 @@ def extend(contents: Contents, columns: Mapping[str, object] | pa.Table, *, repl
             "each of its examples (None where there is none)",
             path=root,
         )
-    if contents.files_left_out:
+    if contents.absence:
         raise UnsupportedError(
             "extend_columns: expected a whole dataset, found one whose lost files are skipped", path=root
         )

@@ -35,7 +35,7 @@ from actshard.base.storage import Entry, Remote, one_look
 from actshard.base.walking import STANDS_FOR, Walk, find_cache, is_cache_itself, new_caches
 from actshard.base.work import PARTS, PLAN, Mark, Marks, look
 from actshard.formats.contents import Evidence
-from actshard.formats.foreign import FIRST, PAGE, FileKind, explained, kind_of_bytes
+from actshard.formats.foreign import FIRST, PAGE, explained, kind_of_bytes
 
 
 def of_tokens() -> str:
@@ -365,6 +365,9 @@ def _detect(place: Place) -> str:
     if isinstance(root.storage, Remote) and root.storage.denied:
         denied = next(iter(root.storage.denied.values()))
         raise FileAccessError(f"cannot detect the format: {denied}. Choose a format=", path=root)
+    refusal = next((e.denied for e in evidence.values() if e.denied is not None), None)
+    if refusal is not None:
+        raise FileAccessError(f"cannot detect the format of {root.name}: {refusal.detail}", path=refusal.path or root)
     raise UnknownFormatError(f"expected a dataset, found {_explained(root, evidence)}", path=root)
 
 
@@ -383,11 +386,10 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
     is_describable = _is_describable(root, entries)
     texts = explained(root, entries, sure=bool(is_describable or damaged))
     summary = "a folder that no format recognises"
-    answer = None if root.lists else _answer(root)
-    if answer is _NOTHING:
-        summary = f"{answer.name}, and no files of a dataset below it that need no listing: {answer.remedy}"
-    elif answer is not None:
-        return f"a file of a web server, {answer.name}: {answer.remedy}"
+    if not root.lists:
+        summary, is_file = _answer(root)
+        if is_file:
+            return summary
     if kind != "folder":
         summary = "a file" if kind == "file" else "a special file"
         reasons = reasons or (
@@ -400,19 +402,25 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
     return text if texts or damaged else f"{text}. {describe if is_describable else _CREATE}"
 
 
-def _answer(root: Location) -> FileKind | None:
-    """What a web server returns for the URL itself, which formats take for a folder. None: a page, or a refusal."""
-    with contextlib.suppress(ActshardError):
-        data = root.read_at_most(FIRST)
-        if data is None:
-            return _NOTHING
-        kind = kind_of_bytes("", root.storage.read(root.key, 0, FIRST) if data is False else data)
-        name = "of an unknown kind" if kind is None else kind.name
-        return None if name == PAGE else FileKind(name, "download it, or give the URL of the folder of a dataset")
-    return None
+def _answer(root: Location) -> tuple[str, bool]:
+    """What a web server returns for the URL itself, which formats take for a folder, and whether it is a file."""
+    try:
+        data = root.storage.read(root.key, 0, FIRST)
+    except MissingFileError as error:
+        found = error.detail.partition("found ")[2]
+        answer = f"{found} at this URL" if "nothing" not in found else found.replace("nothing", "nothing at this URL")
+        answer += " (404)" if found == "nothing" else ""
+    except ActshardError as error:
+        return f"a folder of a web server, whose answer to the URL itself is: {error.detail}", False
+    else:
+        kind = kind_of_bytes("", data)
+        name = kind.name if kind is not None else "of an unknown kind" if data else "without any bytes"
+        if name != PAGE:
+            return f"a file of a web server, {name}: download it, or give the URL of the folder of a dataset", True
+        answer = f"{PAGE} at this URL"
+    return f"{answer}, and no files of a dataset below it that need no listing: check the URL", False
 
 
-_NOTHING = FileKind("nothing at this URL (404)", "check the URL")
 _DESCRIBE = "Files of another layout need a layout.toml: actshard info {} --guess proposes one"
 _CREATE = "If it contains activations, read them with the program that wrote them, and write them with actshard.create"
 
@@ -493,7 +501,7 @@ def _evidence_of(name: str, root: Location) -> Evidence:
     except FileAccessError as error:
         if root.is_remote:
             raise  # a server that does not answer, or refuses: each other format would wait for it again
-        return Evidence(False, _any_of(name), str(error), near=True)
+        return Evidence(False, _any_of(name), str(error), near=True, denied=error)
     except (ActshardError, OSError) as error:
         return Evidence(False, _any_of(name), str(error), near=True)
 

@@ -65,6 +65,7 @@ class Opening:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
+@_arguments.check_names
 def open(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     format: str | None = None,
@@ -122,6 +123,7 @@ def open(
     return store
 
 
+@_arguments.check_names
 def concat(
     parts: Iterable[Store | str | os.PathLike[str]] | Mapping[str, Store | str | os.PathLike[str]],
     *,
@@ -283,6 +285,7 @@ def _opened(path: Paths, opening: Opening) -> Store:
             contents = chosen.open(root.place, options)
         else:
             contents = chosen.open_several(root.place, [folder.place for folder in together], options)
+        contents = replace(contents, warnings=(*contents.warnings, *contents.absence.remarks()))
         contents = with_added_columns(contents, root)
     except ActshardError as error:
         error.path = error.path or root.place  # some errors of the core name no file

@@ -68,6 +68,7 @@ _DOORS = frozenset(
 """Internal names for other modules of this package; ``dir()`` omits them."""
 
 
+@_arguments.check_names_of_methods
 class Store(StreamVerbs, SampledVerbs, ColumnVerbs):
     """A dataset of activations: rows of ``d_model`` elements, addressed by (example, layer, token).
 

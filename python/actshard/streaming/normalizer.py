@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 import actshard._native as _native
 from actshard.base import _arguments, _schema
-from actshard.base._json import read_json
+from actshard.base._json import read_json, show
 from actshard.base.errors import ArgumentError, ArgumentTypeError, DtypeError, FormatError, OverflowWarning, warn
 from actshard.base.layers import Layer, plain
 from actshard.base.work import as_json, write_bytes_at_once
@@ -126,7 +126,17 @@ class Normalizer:
             FormatError: another file, or a damaged one.
         """
         file = _arguments.local_path(path)
-        saved = _schema.read(_Saved, read_json(file), file)
+        value = read_json(file)
+        if not isinstance(value, dict) or "actshard_normalizer" not in value:
+            kind = (
+                f"an object with {', '.join(map(repr, list(value)[:5]))}"
+                if isinstance(value, dict) and value
+                else show(value)
+            )
+            raise FormatError(
+                f"expected a file of Normalizer.save, with a field 'actshard_normalizer', found {kind}", path=file
+            )
+        saved = _schema.read(_Saved, value, file)
         try:
             dtype = _arguments.dtype(saved.dtype)[0]
         except DtypeError as error:

@@ -42,6 +42,10 @@ class TokenBatch:
     segment_ids: NDArray[np.int32] | None = None
     max_segments: int | None = None
 
+    def __repr__(self) -> str:
+        segments = "" if self.segment_ids is None else ", with segments"
+        return f"<actshard.tokens.TokenBatch of {' x '.join(map(str, self.tokens.shape))} tokens{segments}>"
+
     def __len__(self) -> int:
         return len(self.tokens)
 

@@ -247,7 +247,7 @@ type NamedArray = (String, StoredArray, &'static str);
 /// The arrays of a file, and its metadata.
 type ArraysTuple = (Vec<NamedArray>, Vec<(String, String)>);
 
-fn arrays_in(source: &dyn Source, kind: &str, context: &mut Context<'_>) -> Result<ArraysTuple> {
+fn arrays_in(source: &dyn Source, kind: &str, partial: bool, context: &mut Context<'_>) -> Result<ArraysTuple> {
     let named = |(name, array): (String, NpyArray)| {
         let kind = match array.elements {
             NpyElements::Numbers => "numbers",
@@ -257,10 +257,14 @@ fn arrays_in(source: &dyn Source, kind: &str, context: &mut Context<'_>) -> Resu
         (name, StoredArray { place: array.place }, kind)
     };
     match kind {
-        "npy" => Ok((vec![named((String::new(), npy::read(source, context.stop())?))], vec![])),
+        "npy" => {
+            let read = if partial { npy::read_partial } else { npy::read };
+            Ok((vec![named((String::new(), read(source, context.stop())?))], vec![]))
+        }
         "npz" => Ok((npy::read_archive(source, context)?.into_iter().map(named).collect(), vec![])),
         "safetensors" => {
-            let header = safetensors::read_header(source, context.stop())?;
+            let read = if partial { safetensors::read_header_of_partial } else { safetensors::read_header };
+            let header = read(source, context.stop())?;
             let place = |tensor: &safetensors::Tensor| ArrayPlace {
                 dtype: tensor.dtype,
                 swapped: false,
@@ -280,13 +284,15 @@ fn arrays_in(source: &dyn Source, kind: &str, context: &mut Context<'_>) -> Resu
     }
 }
 
-/// Reads the headers of `.npy`, `.npz` and safetensors files (`kind`), in parallel.
+/// Reads the headers of `.npy`, `.npz` and safetensors files (`kind`), in parallel. `partial`: `.npy` and safetensors files may end
+/// before their arrays do.
 #[pyfunction]
-pub fn read_arrays(py: Python<'_>, places: Vec<NamedPlace>, kind: &str) -> PyResult<Vec<ArraysTuple>> {
+#[pyo3(signature = (places, kind, partial=false))]
+pub fn read_arrays(py: Python<'_>, places: Vec<NamedPlace>, kind: &str, partial: bool) -> PyResult<Vec<ArraysTuple>> {
     detach::guarded(py, || {
         let read = |_: usize, place: NamedPlace, stop: &Stop| -> Result<ArraysTuple> {
             let store: Arc<dyn Store> = store_of(&place, Io::Pread);
-            arrays_in(&*store.open(&place.location, Access::Once, stop)?, kind, &mut Context::of_part(stop))
+            arrays_in(&*store.open(&place.location, Access::Once, stop)?, kind, partial, &mut Context::of_part(stop))
                 .map_err(|e| e.at(&place.location))
         };
         detach::detached(py, |watch| threads::map_each_waiting(places, AT_ONCE, &read, watch))

@@ -397,8 +397,10 @@ impl Rows {
     }
 
     /// The examples of several datasets, one after the other: `groups[p][g]` is dataset p's number of group g. Rows are read as
-    /// `dtype`; None: as the first one's, which all have.
+    /// `dtype`; None: as the first one's, which all have. `shifts`: the parts are runs of one dataset, and errors name examples by
+    /// numbers that are too small by these.
     #[staticmethod]
+    #[pyo3(signature = (parts, groups, dtype, descr, io, shifts=vec![]))]
     fn several(
         py: Python<'_>,
         parts: Vec<PyRef<'_, Rows>>,
@@ -406,9 +408,12 @@ impl Rows {
         dtype: Option<&str>,
         descr: Bound<'_, PyArrayDescr>,
         io: &str,
+        shifts: Vec<u64>,
     ) -> PyResult<Rows> {
         detach::guarded(py, || {
-            join(py, &parts, dtype, descr, io, |parts, dtype| Several::examples(parts, groups, dtype))
+            join(py, &parts, dtype, descr, io, |parts, dtype| {
+                Ok(Several::examples(parts, groups, dtype)?.of_one_dataset(shifts))
+            })
         })
     }
 

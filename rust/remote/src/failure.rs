@@ -238,7 +238,7 @@ impl Failure {
             _ => Kind::Access,
         };
         let detail = match self.cause {
-            _ if self.is_absence() => "expected an object, found nothing".to_string(),
+            _ if self.is_absence() => self.absence().to_string(),
             Cause::Status(412) => "was replaced after it was opened".to_string(),
             Cause::Status(status) => format!("cannot read: {self}{}", self.advice(status)),
             Cause::Connect => format!("cannot connect: {self}"),
@@ -246,6 +246,15 @@ impl Failure {
             _ => self.to_string(),
         };
         Error::new(kind, detail).at(location)
+    }
+
+    /// What the server sent in place of an object.
+    fn absence(&self) -> &'static str {
+        match (self.status(), self.code.as_deref()) {
+            (_, Some("WebPage")) => "expected an object, found a web page",
+            (Some(410), _) => "expected an object, found nothing: it was removed (410)",
+            _ => "expected an object, found nothing",
+        }
     }
 
     /// The error about a location that was to be written.

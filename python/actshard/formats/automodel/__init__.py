@@ -17,6 +17,7 @@ class AutomodelFormat(Format):
     manifest: ClassVar[tuple[str, ...]] = ("manifest.json",)
     order: ClassVar[int] = 65
     writes: ClassVar[bool] = True
+    skips_incomplete: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

@@ -188,8 +188,8 @@ def _layers(fields: Fields, name: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def shards_of(root: Location, manifest: DraftManifest) -> list[Location]:
-    """The shards in order.
+def shards_of(root: Location, manifest: DraftManifest, *, skips_incomplete: bool = False) -> list[Location]:
+    """The shards in order, with ``skips_incomplete`` also those that are missing.
 
     Raises:
         MissingFileError, FormatError: a shard is missing, or there are more shards than the samples need.
@@ -202,10 +202,12 @@ def shards_of(root: Location, manifest: DraftManifest) -> list[Location]:
         if match is not None:
             names[int(match[1])] = entry.name
     for number in range(manifest.num_shards):
-        if number not in names:
+        if number in names:
+            continue
+        names[number] = f"shard-{number:06}.safetensors"
+        if not skips_incomplete:
             raise MissingFileError(
-                f"expected shard {number} of 0 to {manifest.num_shards - 1}, found nothing",
-                path=root / f"shard-{number:06}.safetensors",
+                f"expected shard {number} of 0 to {manifest.num_shards - 1}, found nothing", path=root / names[number]
             )
     if surplus := sorted(set(names) - set(range(manifest.num_shards))):
         raise FormatError(

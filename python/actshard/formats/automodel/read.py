@@ -19,7 +19,7 @@ from actshard.base._arguments import NUMPY_BY_NAME
 from actshard.base._columns import pick_rows
 from actshard.base._json import read_json
 from actshard.base.codes import Remark
-from actshard.base.errors import FormatError
+from actshard.base.errors import ActshardError, FormatError
 from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location
 from actshard.formats.automodel.files import (
@@ -31,7 +31,8 @@ from actshard.formats.automodel.files import (
     kind_of,
     shards_of,
 )
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Absence, Contents, Evidence, Options
+from actshard.formats.incomplete import OF_A_FILE
 from actshard.formats.per_token import TokenColumns
 
 if TYPE_CHECKING:
@@ -69,22 +70,32 @@ class StackedCache:
         self.path = path
         self.io = options.io
         self.manifest = DraftManifest.of(path, faults)
-        self.shards = shards_of(path, self.manifest)
+        self.shards = shards_of(path, self.manifest, skips_incomplete=options.skip_incomplete)
+        self.broken: dict[int, ActshardError] = {}
+        """Shards that are left out, by number, with their faults."""
         self.headers: list[dict[str, StackedTensor]] = []
         """Tensors of each shard; none of a shard with a fault."""
         for number, shard in enumerate(self.shards):
             header: dict[str, StackedTensor] = {}
             with faults.noting(shard):
-                header = header_of(shard, self.manifest, number)
+                try:
+                    header = header_of(shard, self.manifest, number)
+                except OF_A_FILE as error:
+                    if not options.skip_incomplete:
+                        raise
+                    self.broken[number] = error
             self.headers.append(header)
         n = self.manifest.num_examples
         self._shard = (np.arange(n) // self.manifest.shard_size).astype(np.uint32)
         self._row = (np.arange(n) % self.manifest.shard_size).astype(np.uint64)
-        self._tokens = np.full(n, self.manifest.tokens, np.uint32)
+        self._is_absent = np.isin(self._shard, list(self.broken))
+        if n and self._is_absent.all():
+            raise next(iter(self.broken.values()))
+        self._tokens = np.where(self._is_absent, 0, self.manifest.tokens).astype(np.uint32)
 
     def _starts(self, name: str, step: int) -> NDArray[np.uint64]:
         """Offset of each example's first byte in its shard."""
-        begin = np.array([header[name].start for header in self.headers] or [0], np.uint64)
+        begin = np.array([header[name].start if header else 0 for header in self.headers] or [0], np.uint64)
         offsets: NDArray[np.uint64] = begin[self._shard] + self._row * np.uint64(step * self.manifest.tokens)
         return offsets
 
@@ -147,25 +158,26 @@ class StackedCache:
         """The target's distribution over the draft vocabulary: per example a list of ``draft_vocab_size`` float32 per token."""
         import pyarrow as pa
 
-        manifest, n = self.manifest, self.manifest.num_examples
-        examples, k = np.arange(n), self.manifest.top_k
-        probs = np.zeros((n * manifest.tokens, manifest.draft), np.float32)
+        manifest = self.manifest
+        examples, k = np.flatnonzero(~self._is_absent), self.manifest.top_k
+        probs = np.zeros((len(examples) * manifest.tokens, manifest.draft), np.float32)
         if k:
             indices = self.column("target_probs_indices", "I32", k).gather_whole(0, examples, None, None)
             if indices.size and (indices.min() < 0 or indices.max() >= manifest.draft):
                 bad = int(np.flatnonzero(((indices < 0) | (indices >= manifest.draft)).any(axis=1))[0])
                 index = int(indices[bad][(indices[bad] < 0) | (indices[bad] >= manifest.draft)][0])
+                example = int(examples[bad // manifest.tokens])
                 raise FormatError(
-                    f"tensor 'target_probs_indices': example {bad // manifest.tokens}, token {bad % manifest.tokens}: expected "
+                    f"tensor 'target_probs_indices': example {example}, token {bad % manifest.tokens}: expected "
                     f"an index of the draft vocabulary, 0 to {manifest.draft - 1}, found {index}",
-                    path=self.shards[int(self._shard[bad // manifest.tokens])],
+                    path=self.shards[int(self._shard[example])],
                 )
             values = self.column("target_probs_values", manifest.dtype, k).gather_whole(0, examples, None, None)
             np.put_along_axis(probs, indices, values.astype(np.float32), axis=1)
         else:
             probs[:] = self.column(PROBS, manifest.dtype, manifest.draft).gather_whole(0, examples, None, None)
         rows = pa.FixedSizeListArray.from_arrays(pa.array(probs.reshape(-1)), manifest.draft)
-        ends = np.arange(n + 1, dtype=np.int64) * manifest.tokens
+        ends = np.concatenate([[0], np.cumsum(self._tokens, dtype=np.int64)])
         return pa.LargeListArray.from_arrays(ends, rows)
 
     def lengths(self) -> NDArray[np.int64] | None:
@@ -176,7 +188,7 @@ class StackedCache:
         masks = self.column("attention_mask", "I64")
         lengths = np.zeros(n, np.int64)
         for first in range(0, n, _MASKS):
-            numbers = np.arange(first, min(first + _MASKS, n))
+            numbers = first + np.flatnonzero(~self._is_absent[first : first + _MASKS])
             mask = masks.gather_whole(0, numbers, None, None).reshape(len(numbers), tokens) != 0
             lengths[numbers] = mask.sum(axis=1)
             if not np.array_equal(mask, np.arange(tokens) < lengths[numbers][:, None]):
@@ -197,7 +209,7 @@ class StackedCache:
         )
         value = manifest.fields.value
         model = value.get("target_model")
-        n = manifest.num_examples
+        n, absent = manifest.num_examples, self._is_absent
         return Contents(
             format="automodel",
             path=self.path.place,
@@ -206,7 +218,7 @@ class StackedCache:
             d_model=manifest.width,
             dtype=NUMPY_BY_NAME[manifest.dtype],
             num_examples=n,
-            token_counts=lambda: np.full(n, manifest.tokens, np.int64),
+            token_counts=lambda: self._tokens.astype(np.int64),
             rows=rows,
             column_names=columns.names,
             token_columns=columns.names,
@@ -221,8 +233,13 @@ class StackedCache:
             provenance={"kind": manifest.kind}
             | {name: value[name] for name in provenance_fields if value.get(name) is not None},
             extras=("target distribution",) if manifest.kind == "eagle3" else (),
-            tokens_each=manifest.tokens,
+            tokens_each=None if self.broken else manifest.tokens,
             content_lengths=self.lengths,
+            absence=Absence(
+                absent,
+                tuple(self.shards[number].place for number in self.broken),
+                reasons=tuple(f"{self.shards[number].name}: {error.detail}" for number, error in self.broken.items()),
+            ),
             warnings=tuple(self._warnings()),
         )
 

@@ -37,7 +37,7 @@ from actshard.base.faults import RAISE, Faults
 from actshard.base.layers import Layer, stored
 from actshard.base.location import Location
 from actshard.formats.candidates import choose, left_out, masks_not_applied, named_in, rank_of
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import NOTHING_ABSENT, Absence, Contents, Evidence, Options
 from actshard.formats.hf_arrow.streams import StreamFile, pa_type
 from actshard.formats.hf_arrow.vectors import FLOATS, Piece, Vectors, is_deeper, kind_of, pieces_of, vectors_of
 
@@ -142,10 +142,10 @@ class Directory:
                     f"{UNFINISHED} is left over from a run: examples that are not listed in state.json are not read",
                 )
             )
-        self.files_left_out: list[Location] = []
+        self.absence = NOTHING_ABSENT
         paths = data_files(path, self.state)
         self.files = self._open_first(paths) if skips_incomplete else faults.batch(paths, _open_all)
-        self._check_alike()
+        self._check_alike(faults, skips_incomplete=skips_incomplete)
         self.features = self._features()
         self.names: dict[str, Layer] = {}
         """Layer names by column, where they differ from the column's name."""
@@ -170,9 +170,8 @@ class Directory:
                 reason, lost = f"after {path.name}, which has no end marker", paths[len(files) :]
                 if files[-1].ended or not lost:
                     continue
-            self.files_left_out = list(lost)
             text = f"{len(lost)} of {len(paths)} files are left out, {reason}"
-            self.warnings.append(Remark("examples-left-out", text))
+            self.absence = Absence(files=tuple(path.place for path in lost), after=text)
             break
         return files
 
@@ -183,16 +182,22 @@ class Directory:
             return {}
         return Fields(read_json(path), path).value
 
-    def _check_alike(self) -> None:
+    def _check_alike(self, faults: Faults, *, skips_incomplete: bool) -> None:
         files = self.files
         for file in files[1:]:
             if len(file.columns) != len(files[0].columns) or not all(
                 a.same_type(b) for a, b in zip(file.columns, files[0].columns, strict=True)
             ):
                 raise FormatError(f"expected the columns of {files[0].path.name}, found others", path=file.path)
-        unended = [file.path.name for file in files if not file.ended]
-        if unended:
-            self.warnings.append(Remark("end-marker", f"{', '.join(unended[:_SHOWN])}: the stream has no end marker"))
+        if files and not files[-1].ended:
+            self.warnings.append(Remark("end-marker", f"{files[-1].path.name}: the stream has no end marker"))
+        lost = [] if skips_incomplete else [file for file in files[:-1] if not file.ended]
+        if lost:
+            text = (
+                "expected an end marker, found the end of the file: examples at its end may be lost, which moves those of later "
+                'files. Copy the file again, or open the dataset with incomplete="skip", which leaves later files out'
+            )
+            faults.add(*(TruncatedFileError(text, path=file.path) for file in lost))
 
     def _features(self) -> dict[str, object]:
         """The features from dataset_info.json, or from the schemas of the Arrow files, which repeat them."""
@@ -442,7 +447,7 @@ class Directory:
             head_columns=self.columns,
             column_batches=self.batches,
             files=_paths([file.path for file in self.files]),
-            files_left_out=tuple(file.place for file in self.files_left_out),
+            absence=self.absence,
             model=model if isinstance(model := self.info.get("model"), str) else None,
             provenance={**info, **({"split": split} if isinstance(split, str) else {})},
             warnings=tuple(self.warnings),

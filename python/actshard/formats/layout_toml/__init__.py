@@ -17,6 +17,7 @@ class LayoutFormat(Format):
     rare_signs: ClassVar[tuple[str, ...]] = ("meta.json", "activations.json", "cfg.json")
     manifest: ClassVar[tuple[str, ...]] = ("layout.toml",)
     takes_layout: ClassVar[bool] = True
+    skips_incomplete: ClassVar[bool] = True
     describes: ClassVar[tuple[str, ...]] = (
         *(".npy", ".npz", ".safetensors", ".h5", ".hdf5", ".raw", ".dat", ".memmap", ".bin", ".bin.gz"),
         *(".pt", ".pth", ".ckpt", ".pt.gz", ".pth.gz", ".ckpt.gz"),

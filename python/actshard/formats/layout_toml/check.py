@@ -13,7 +13,8 @@ from actshard.formats.format import Tell
 from actshard.formats.layout_toml import description
 from actshard.formats.layout_toml.description import Description, Name
 from actshard.formats.layout_toml.files import array_files, is_shard_index, kind_of, matches, open_files, shard_index
-from actshard.formats.layout_toml.index import build, by_capture, key_of
+from actshard.formats.layout_toml.index import build
+from actshard.formats.layout_toml.units import by_capture, key_of
 from actshard.formats.numbered import SHOWN
 from actshard.formats.plain_folders import NAME
 from actshard.formats.report import Report
@@ -43,10 +44,10 @@ def check(root: Location, report: Report, tell: Tell) -> None:
         for tensor, file in shard_index(path).items():
             with report.noting(path):
                 open_files([file], part)[0].find((tensor,))
-    if not sound:
+    if not sound and report.incomplete != "skip":
         return  # the damaged file is reported; building the index would report it again
     with report.noting(root):
-        build(root, described, 1 << 30)
+        build(root, described, 1 << 30, skips_incomplete=report.incomplete == "skip")
         _check_columns(root, described, [captured for captured, _ in files], report)
 
 

@@ -13,16 +13,11 @@ from actshard.base._arguments import stored
 from actshard.base._json import utf8
 from actshard.base.errors import FormatError, NotStoredError
 from actshard.base.location import Location
+from actshard.formats.incomplete import OF_A_FILE
 from actshard.formats.layout_toml.description import Description, Part
 from actshard.formats.layout_toml.files import OpenedFile, array_in, is_lines, lines_of, open_files, parquet_of, viewed
-from actshard.formats.layout_toml.index import (
-    RowIndex,
-    Unit,
-    by_capture,
-    key_of,
-    line_number,
-    read_part,
-)
+from actshard.formats.layout_toml.index import RowIndex, line_number
+from actshard.formats.layout_toml.units import Unit, by_capture, key_of, read_part
 from actshard.formats.tables import table_of
 
 if TYPE_CHECKING:
@@ -99,8 +94,11 @@ class FolderColumns:
             first = 0
         else:
             units, positions = self._units_of(part)
-            file, value = self._value(part, units[0], self._paths(part, units[:1])[0])
-            first, count = units[0].first, units[0].count
+            unit = next(unit for unit in units if unit.fault is None)
+            (path,) = self._paths(part, [unit])
+            assert path is not None  # of a unit without a fault
+            file, value = self._value(part, unit, path)
+            first, count = unit.first, unit.count
         if isinstance(value, StoredArray):
             if (
                 value.shape
@@ -110,10 +108,12 @@ class FolderColumns:
                 expected = self._rows(first, count)
                 raise self._error(part, f"expected {expected} values, one per row, found {value.shape[0]}", file.path)
             value = np.broadcast_to(np.zeros((), stored(value.dtype)), value.shape)
-        examples = [0] if self.index.selection is None else []
+        if self._is_shared(part):
+            value = self._first(value)
+        examples = [first] if self.index.selection is None else []
         column = self._spread(value, examples, part, count, positions)
         if part.table == "tokens" and column:
-            self._check_length(column[0], 0)
+            self._check_length(column[0], first)
 
     def _rows(self, first: int, count: int) -> int:
         """Rows of some examples. Equal numbers are one in memory, and are not added up."""
@@ -130,6 +130,8 @@ class FolderColumns:
     def _check_length(self, ids: Any, example: int) -> Any:
         """The token ids of an example, without those after its last row."""
         rows, skip = int(self.index.tokens[example]), int(self.index.skipped[example])
+        if ids is None and not rows and self.index.absence:
+            return []
         if not isinstance(ids, list) or len(ids) < rows:
             text = f"{len(ids)}" if isinstance(ids, list) else f"{ids!r:.40}"
             raise FormatError(
@@ -162,7 +164,7 @@ class FolderColumns:
 
     def _add(self, part: Part) -> None:
         if part.metadata:
-            first_metadata = [self._metadata(n) for n in range(min(1, len(self.index.units)))]
+            first_metadata = [self._metadata(n) for n, unit in enumerate(self.index.units) if unit.fault is None][:1]
             for name in dict.fromkeys(key for meta in first_metadata for key in meta):
                 self._put(name, part, lambda name=name: [meta.get(name) for meta in self._all_metadata()])  # type: ignore[misc]  # a lambda's default has no type
         elif part.files is not None and not part.files.captures and is_lines(part.files.text) and part.by:
@@ -208,14 +210,22 @@ class FolderColumns:
         return [values_by_example.get(example) if type(example) is int else None for example in self.index.ids]
 
     def _check_count(self, values: Sequence[Any], part: Part) -> Sequence[Any]:
+        values = self._first(values)
         if len(values) != len(self.index.ids):
             raise self._error(part, f"expected {len(self.index.ids)} values, one per example, found {len(values)}")
         return values
+
+    def _first(self, values: Any) -> Any:
+        """Values of all examples, without those of examples after the last one that is known."""
+        n = self._count()
+        return values[:n] if self.index.absence.after and np.ndim(values) and len(values) > n else values
 
     # -- metadata of safetensors -----------------------------------------------------------------
 
     def _metadata(self, unit: int) -> dict[str, str]:
         path = self.index.units[unit].any
+        if self.index.units[unit].fault is not None:
+            return {}
         file = self.index.opened.get(path) or open_files([path], self.description.activations)[0]
         return {utf8(key): utf8(value) for key, value in file.metadata.items()}
 
@@ -250,11 +260,11 @@ class FolderColumns:
                 values = stored_value if isinstance(stored_value, list) else viewed(file, stored_value, part)
             else:
                 values = read_part(self.root, self.description, part)
-            return self._spread(values, range(len(self.index.ids)), part, self._count(), self._numbers())
+            return self._spread(self._first(values), range(len(self.index.ids)), part, self._count(), self._numbers())
         column: list[Any] = [None] * len(self.index.ids)
         units, positions = self._units_of(part)
         paths = self._paths(part, units)
-        lacking = [path for path in paths if path not in self.index.opened]
+        lacking = [path for path in paths if path is not None and path not in self.index.opened]
         opened = dict(
             zip(lacking, open_files(lacking, part if part.files else self.description.activations), strict=True)
         )
@@ -262,10 +272,16 @@ class FolderColumns:
         for example, number in enumerate(self._units(units)):
             of_unit.setdefault(number, []).append(example)
         for number, (unit, path) in enumerate(zip(units, paths, strict=True)):
-            file, stored_value = self._value(part, unit, path, opened.get(path))
-            value = (
-                viewed(file, stored_value, part) if isinstance(stored_value, StoredArray | np.ndarray) else stored_value
-            )
+            if path is None:
+                continue
+            try:
+                file, stored_value = self._value(part, unit, path, opened.get(path))
+                is_array = isinstance(stored_value, StoredArray | np.ndarray)
+                value = viewed(file, stored_value, part) if is_array else stored_value
+            except OF_A_FILE:
+                if not unit.is_partial:
+                    raise
+                continue  # after the end of the file
             examples = of_unit.get(number, [])
             values = self._spread(value, examples, part, unit.count, positions)
             for example, example_value in zip(examples, values, strict=True):
@@ -279,15 +295,15 @@ class FolderColumns:
     def _count(self) -> int:
         return sum(unit.count for unit in self.index.units)
 
-    def _paths(self, part: Part, units: Sequence[Unit]) -> list[Location]:
-        """The file of a part for each unit."""
+    def _paths(self, part: Part, units: Sequence[Unit]) -> list[Location | None]:
+        """The file of a part for each unit; None for one that is left out, if it has none."""
         if part.files is None:
-            return [unit.any for unit in units]
+            return [unit.any if unit.fault is None else None for unit in units]
         files_by_capture = by_capture(self.root, part.files)
-        paths = []
+        paths: list[Location | None] = []
         for unit in units:
             path = files_by_capture.get(key_of(unit.captured, part.files))
-            if path is None:
+            if path is None and unit.fault is None:
                 raise self._error(part, f"expected a file {part.files.text!r} for {unit.any.name}")
             paths.append(path)
         return paths

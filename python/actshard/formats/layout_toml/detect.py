@@ -19,8 +19,8 @@ def detect(path: Location) -> Evidence:
         if known_folder is None:
             return Evidence(False, _LOOKED_FOR, f"no {NAME}")
         return Evidence(True, _LOOKED_FOR, f"{known_folder.manifest.name} of {known_folder.program}")
-    if path.is_remote and beginning(path / NAME).lstrip()[:1] in (b"{", b"<"):
-        # some web servers return JSON or an HTML page for every name
+    if path.is_remote and beginning(path / NAME).lstrip()[:1] in (b"", b"{", b"<"):
+        # some web servers return nothing, JSON or an HTML page for every name
         return Evidence(False, _LOOKED_FOR, f"a {NAME} that is not TOML", near=True)
     if (format := marked(path / NAME)) is not None:
         return Evidence(False, _LOOKED_FOR, f"a {NAME} of the format {format}", near=True)

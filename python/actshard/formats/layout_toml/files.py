@@ -29,7 +29,7 @@ from actshard.base.errors import ActshardError, FormatError, MissingExtraError, 
 from actshard.base.location import Location
 from actshard.formats.kept import Listing
 from actshard.formats.layout_toml.description import Name, Part, Pattern
-from actshard.formats.numbered import TOTAL, FileKey, Gap, Numbered, bounds_of, renumbered
+from actshard.formats.numbered import MOST_MISSING, TOTAL, FileKey, Gap, Numbered, bounds_of, renumbered
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -155,7 +155,7 @@ class _ArraysOpened(OpenedFile):
         return [name[len(front) :] for name in self.arrays if name.startswith(front)]
 
 
-def _raw(path: Location, part: Part) -> OpenedFile:
+def _raw(path: Location, part: Part, *, is_partial: bool = False) -> OpenedFile:
     """Opens a file without a header. Its size must fit the shape, in which one axis may be -1."""
     if part.dtype is None:
         raise FormatError(f"{part.table}: expected 'dtype': {path.name} is a raw file", path=path)
@@ -163,11 +163,12 @@ def _raw(path: Location, part: Part) -> OpenedFile:
     item = stored(part.dtype).itemsize
     shape = list(part.shape if part.shape is not None else (-1,))
     known_bytes = math.prod(n for n in shape if n >= 0) * item
-    if -1 in shape and known_bytes and size >= 0 and size % known_bytes == 0:
+    if -1 in shape and known_bytes and size >= 0 and (is_partial or size % known_bytes == 0):
         shape[shape.index(-1)] = size // known_bytes
     elif -1 in shape and size == 0 and not known_bytes:
         shape[shape.index(-1)] = 0
-    if -1 in shape or size != math.prod(shape) * item:
+    lacking = math.prod(shape) * item - size
+    if -1 in shape or lacking < 0 or (lacking and not is_partial):
         need = f"a multiple of {known_bytes}" if -1 in shape else str(math.prod(shape) * item)
         raise FormatError(
             f"{part.table}: shape {shape} of {part.dtype}: expected {need} bytes, found {size}", path=path
@@ -320,8 +321,10 @@ def _has(file: OpenedFile, steps: Sequence[Name]) -> bool:
         return False
 
 
-def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> list[OpenedFile]:
-    """Parses files in parallel. Reads no elements."""
+def open_files(
+    paths: Sequence[Location], part: Part, limit: int = 1 << 30, *, is_partial: bool = False
+) -> list[OpenedFile]:
+    """Parses files in parallel. Reads no elements. With ``is_partial``, ``.npy``, safetensors and raw files may be truncated."""
     kinds = {kind_of(path.name, part) for path in paths}
     files_by_path: dict[Location, OpenedFile] = {}
     for kind in sorted(kinds):
@@ -329,11 +332,11 @@ def open_files(paths: Sequence[Location], part: Part, limit: int = 1 << 30) -> l
         if kind == "torch":
             files_by_path |= {file.path: _TorchOpened(file) for file in read_torch(these, limit)}
         elif kind == "raw":
-            files_by_path |= {path: _raw(path, part) for path in these}
+            files_by_path |= {path: _raw(path, part, is_partial=is_partial) for path in these}
         elif kind == "h5":
             files_by_path |= {path: _Hdf5Opened(path) for path in these}
         else:
-            headers = _native.read_arrays(these, kind)
+            headers = _native.read_arrays(these, kind, is_partial)
             for path, (arrays, metadata) in zip(these, headers, strict=True):
                 files_by_path[path] = _ArraysOpened(path, {name: (a, k) for name, a, k in arrays}, dict(metadata))
     return [files_by_path[path] for path in paths]
@@ -422,9 +425,36 @@ def missing_files(
     root: Location, pattern: Pattern, files: Iterable[tuple[Mapping[str, Name], Location]]
 ) -> list[Remark]:
     """A warning about gaps in the numbers of files, by batch and example, or of shards. Layers are no series."""
+    numbered, name = _series(root, pattern, files)
+    return numbered.remarks(name)
+
+
+def absent_files(
+    root: Location, pattern: Pattern, files: Iterable[tuple[Mapping[str, Name], Location]]
+) -> list[tuple[dict[str, Name], Location]]:
+    """The captures of files that are missing between others, and one of the paths where each would be.
+
+    Raises:
+        FormatError: many more numbers have no file than have one.
+    """
+    numbered, name = _series(root, pattern, files)
+    if numbered.missing > numbered.count + MOST_MISSING:
+        raise FormatError(
+            f"expected at most {MOST_MISSING:,} missing numbers, found {numbered.missing:,} between {numbered.count:,} files",
+            path=root,
+        )
+    paths = [root.joinpath(*name(number, gap).split("/")) for number, gap in numbered.numbers()]
+    captures = [(pattern.match(path.relative_to(root)), path) for path in paths]
+    return [(dict(captured), path) for captured, path in captures if captured is not None]
+
+
+def _series(
+    root: Location, pattern: Pattern, files: Iterable[tuple[Mapping[str, Name], Location]]
+) -> tuple[Numbered, Callable[[int, Gap], str]]:
+    """The gaps in the numbers of files, and a function that returns the name of a missing file."""
     capture = next((name for name in ("example", "batch", "_") if name in pattern.captures), None)
     if capture is None or capture not in pattern.numbers:
-        return []
+        return Numbered(0), lambda number, gap: ""
     paths: dict[FileKey, Location] = {}
     for captured, path in files:
         batch = (captured["batch"],) if capture == "example" and "batch" in captured else ()
@@ -436,9 +466,9 @@ def missing_files(
 
     total = TOTAL.match(pattern.text.partition(f"{{{capture}")[2].partition("}")[2])
     if total is None or len(pattern.captures) > 1:
-        return Numbered.of(paths).sequential().remarks(name)
+        return Numbered.of(paths).sequential(), name
     first, stop = bounds_of(int(total[1]), (key[-1] for key in paths if isinstance(key[-1], int)))
-    return Numbered.of(paths, first=first, stop=stop).remarks(name)
+    return Numbered.of(paths, first=first, stop=stop), name
 
 
 def _entries(folder: Location, front: str) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,9 @@ from actshard.formats.layout_toml.files import (
     open_files,
     shard_index,
 )
+from actshard.formats.layout_toml.ordering import ExampleOrder
+from actshard.formats.layout_toml.tensors import matching_keys
+from actshard.formats.layout_toml.units import units_of
 
 _LAYER_WORDS = re.compile(r"(?:^|[^a-z])(?:l|layers?|blocks?|h|resid_l|resid)[_.\-]?$", re.IGNORECASE)
 _BATCH_WORDS = re.compile(r"(?:batch|chunk|shard|part|activations)[_.\-]?$", re.IGNORECASE)
@@ -154,6 +157,8 @@ def _arrays(
 
 
 def _all_arrays(file: OpenedFile) -> list[tuple[tuple[Name, ...], StoredArray]]:
+    if isinstance(file, ShardedFile):
+        return [entry for shard in file.files for entry in _all_arrays(shard)]
     arrays = getattr(file, "arrays", None)
     if arrays is not None:
         return [((name,) if name else (), array) for name, (array, kind) in arrays.items() if kind != "text"]
@@ -295,6 +300,8 @@ def _lists(value: Any) -> dict[tuple[Name, ...], int]:
 
 def _named_lists(file: OpenedFile) -> dict[tuple[Name, ...], int]:
     """Lengths of the lists and one-dimensional arrays at the top of a file."""
+    if isinstance(file, ShardedFile):
+        return {steps: n for shard in file.files for steps, n in _named_lists(shard).items()}
     torch = getattr(file, "file", None)
     if torch is not None:
         return _lists(torch.value)
@@ -325,17 +332,16 @@ def guess(path: Location) -> Proposal:
         ends = list(dict.fromkeys([group.files[0], group.files[-1]]))
         try:
             files = open_files(ends, _PART)
-            arrays = _all_arrays(files[0])
+            group.sharded = _sharded(files, [path.name for path in ends])
+            opened = ShardedFile(open_files(group.files, _PART)) if group.sharded else files[0]
+            arrays = _all_arrays(opened)
         except ActshardError:
             continue
-        if _sharded(files, [path.name for path in ends]):
-            group.sharded = True
-            arrays += [entry for entry in _all_arrays(files[-1]) if entry[0] not in dict(arrays)]
         wide = [(steps, array) for steps, array in arrays if len(array.shape) >= 2 and array.dtype in _FLOATS]
         wide = wide or [(s, a) for s, a in arrays if len(a.shape) >= 2 and a.dtype in ("U16", "I16") and kind == "npy"]
         wide = wide or _vectors(arrays, group)
         if wide:
-            return _tried(root, _proposed(root, group, groups, files[0], arrays, wide))
+            return _tried(root, _proposed(root, group, groups, opened, arrays, wide))
     raw = next((group for group in groups if group.files[0].name.endswith((".bin", ".memmap", ".dat", ".raw"))), None)
     if raw is not None:
         return _propose_raw(root, raw)
@@ -389,19 +395,23 @@ def _proposal(lines: list[str], unsure: list[str]) -> Proposal:
     return Proposal("\n".join([*(f"# unsure: {reason}" for reason in unsure), *lines]) + "\n", unsure)
 
 
-def _unmatched(group: _Group, groups: list[_Group]) -> list[str]:
-    """Remarks about large files with the same suffix that the pattern does not match."""
+def _files_left_out(group: _Group, groups: list[_Group], lines: Sequence[str]) -> list[str]:
+    """Remarks about files that no table names: large ones that may be activations, and others with data."""
     suffix = group.files[0].name.rpartition(".")[2]
-    other_files = [path for g in groups if g is not group for path in g.files if path.name.rpartition(".")[2] == suffix]
-    # Small files contain lengths, token ids and the like, which have separate tables.
-    large = [g for g in groups if g is not group and g.files[0] in other_files and g.bytes * 8 > group.bytes]
-    count = sum(len(g.files) for g in large)
-    if not count:
-        return []
-    return [
-        f"{count:,} other .{suffix} files are left out, such as {large[0].pattern!r}: if they belong to the dataset, capture the "
-        "varying part of their names with {layer:s}, {batch:s} or {example:s}"
-    ]
+    text = "\n".join(lines)
+    others = [g for g in groups if g is not group and f'"{g.pattern}' not in text and not is_shard_index(g.pattern)]
+    large = [g for g in others if g.files[0].name.rpartition(".")[2] == suffix and g.bytes * 8 > group.bytes]
+    remarks = []
+    if count := sum(len(g.files) for g in large):
+        remarks.append(
+            f"{count:,} other .{suffix} files are left out, such as {large[0].pattern!r}: if they belong to the dataset, capture "
+            "the varying part of their names with {layer:s}, {batch:s} or {example:s}"
+        )
+    small = [g.pattern for g in others if g not in large and g.pattern.endswith(_DATA)]
+    if small:
+        rest = f" and {len(small) - _SHOWN} more" if len(small) > _SHOWN else ""
+        remarks.append(f"other files are left out: {', '.join(small[:_SHOWN])}{rest}")
+    return remarks
 
 
 def _proposed(
@@ -413,7 +423,6 @@ def _proposed(
     wide: list[tuple[tuple[Name, ...], StoredArray]],
 ) -> Proposal:
     pattern, captures, unsure = _pattern(root, group)
-    unsure += _unmatched(group, groups)
     lists = _named_lists(opened)
     steps, array = max(wide, key=lambda entry: (rank_of(".".join(map(str, entry[0]))), math.prod(entry[1].shape)))
     alone = "example" not in captures and "batch" not in captures
@@ -471,9 +480,14 @@ def _proposed(
             lines.append('axes = ["1", "token"]')
     elif file := next((single[name] for name in _TOKENS if name in single), None):
         lines += ["[tokens]", f'file = "{file.pattern}"']
-    columns, remarks = _all_columns(group, groups, opened, _ChosenArray(steps, chosen, captures, axes, shape), lines)
+    choice = _ChosenArray(steps, chosen, captures, axes, shape)
+    order = choice.order(root, group, Pattern.of(pattern), opened)
+    if order.doubt and (shared := [line for line in lines if line.startswith("file = ")]):
+        unsure.append(f"{', '.join(shared)}: taken in the order of the examples, but {order.doubt}")
+    columns, remarks = _all_columns(group, groups, opened, choice, order, lines)
     lines += columns
-    unsure += [*remarks, *_unused_keys(opened, lines, [entry for entry, _ in wide])]
+    left_out = [*_files_left_out(group, groups, lines), *_unused_keys(opened, lines, [entry for entry, _ in wide])]
+    unsure += [*remarks, *left_out]
     return _proposal(lines, unsure)
 
 
@@ -490,35 +504,68 @@ class _ChosenArray:
     @property
     def is_of_files(self) -> bool:
         """Whether each file has one example."""
-        return "example" in self.captures and self.captured.example_at is None and "example" not in self.axes
+        names = [name for axis in self.axes for name in axis.split("*")]
+        return "example" in self.captures and self.captured.example_at is None and "example" not in names
 
     def num_examples(self, num_files: int) -> int | None:
         """Number of examples; None if it is not that of files or of one file."""
         if self.is_of_files:
             return num_files if self.captures == ["example"] else None
-        if self.captures[: len(self.captures) - (self.captured.example_at is not None)]:
-            return None
-        if self.captured.example_at is not None:
+        return None if self.captures[: len(self.captures) - self.is_of_keys] else self.num_in_file
+
+    @property
+    def is_of_keys(self) -> bool:
+        """Whether a key of the file captures the example."""
+        return self.captured.example_at is not None
+
+    @property
+    def num_in_file(self) -> int | None:
+        """Number of examples of a file; None if it is unknown."""
+        if self.is_of_files:
+            return 1
+        if self.is_of_keys:
             return self.captured.counts["example"]
         axis = next((n for n, name in enumerate(self.axes) if name in ("example", "row")), None)
         return None if axis is None else self.shape[axis]
 
+    def order(self, root: Location, group: _Group, pattern: Pattern, opened: OpenedFile) -> ExampleOrder:
+        """The examples in the order of the draft."""
+        if self.is_of_files and self.captures == ["example"]:
+            names = [path.relative_to(root) for path in group.files]
+            numbers = [values["example"] for name in names if (values := pattern.match(name)) is not None]
+            return ExampleOrder.of(numbers, names)
+        if self.captured.example_at is not None:
+            keys = matching_keys(
+                opened, self.steps[: self.captured.example_at], str(self.captured.steps[self.captured.example_at])
+            )
+            numbered = {values["example"]: key for values, key in keys}
+            is_as_written = kind_of(opened.path.name, _PART) in ("torch", "npz")
+            return ExampleOrder.of(list(numbered), list(numbered.values()), is_as_written=is_as_written)
+        return ExampleOrder.of(list(range(self.num_examples(0) or 0)))
+
 
 def _all_columns(
-    group: _Group, groups: list[_Group], opened: OpenedFile, choice: _ChosenArray, lines: list[str]
+    group: _Group,
+    groups: list[_Group],
+    opened: OpenedFile,
+    choice: _ChosenArray,
+    order: ExampleOrder,
+    lines: list[str],
 ) -> tuple[list[str], list[str]]:
-    """Tables of columns of the file and of other files, and a remark about files that are left out."""
-    examples = choice.num_examples(len(group.files))
-    columns = _columns(
-        opened, choice.steps, choice.captured, _named_lists(opened), examples, is_file_of_example=choice.is_of_files
-    )
+    """Tables of columns of the file and of other files, and remarks about values whose order is not that of the examples."""
+    columns, remarks = _columns(opened, choice, order)
     text = "\n".join(lines)
     described = {group.pattern, *(other.pattern for other in groups if f'"{other.pattern}"' in text)}
-    columns, unused = _columns_of_files(groups, described, examples, columns)
-    if not unused:
-        return columns, []
-    rest = f" and {len(unused) - _SHOWN} more" if len(unused) > _SHOWN else ""
-    return columns, [f"other files are left out: {', '.join(unused[:_SHOWN])}{rest}"]
+    examples = choice.num_examples(len(group.files))
+    if examples is None:
+        return columns, remarks
+    tables = _columns_of_files([other for other in groups if other.pattern not in described], examples, order)
+    return columns + tables[0], remarks + tables[1]
+
+
+def _unsure(table: list[str], reason: str) -> tuple[list[str], list[str]]:
+    """A table whose values may be those of other examples: as comments, and the remark."""
+    return [f"# {line}" for line in table], [f"{table[1]} is left out, as a comment: {reason}"]
 
 
 def _left_out(tensor: tuple[Name, ...], every: list[tuple[Name, ...]]) -> list[str]:
@@ -539,63 +586,64 @@ def _left_out(tensor: tuple[Name, ...], every: list[tuple[Name, ...]]) -> list[s
     ]
 
 
-def _columns(
-    file: OpenedFile,
-    steps: tuple[Name, ...],
-    chosen: _CapturedSteps,
-    lists: Mapping[tuple[Name, ...], int],
-    examples: int | None,
-    *,
-    is_file_of_example: bool,
-) -> list[str]:
-    """Tables of columns: lists of the file that have a value for each example, and values next to its array."""
-    lines: list[str] = []
+def _columns(file: OpenedFile, choice: _ChosenArray, order: ExampleOrder) -> tuple[list[str], list[str]]:
+    """Tables of columns: lists of the file that have a value for each example, and values next to its array; and remarks."""
+    lines, remarks = list[str](), list[str]()
+    steps, chosen = choice.steps, choice.captured
     used = {*_TOKENS, *_MASKS, *_LENGTHS, *map(str, steps)}
-    for names, n in lists.items():
-        if n == (1 if is_file_of_example else examples) and str(names[-1]) not in used:
-            lines += ["[[columns]]", f"tensor = {_steps_text(names)}"]
-    torch = getattr(file, "file", None)
+    for names, n in _named_lists(file).items():
+        if n == choice.num_in_file and str(names[-1]) not in used:
+            table = ["[[columns]]", f"tensor = {_steps_text(names)}"]
+            reason = order.doubt if choice.is_of_keys else ""
+            table, reasons = _unsure(table, reason) if reason else (table, [])
+            lines, remarks = lines + table, remarks + reasons
     at = -1 if chosen.example_at is None else chosen.example_at
-    if torch is None or (at < 0 and not is_file_of_example) or at + 1 >= len(steps):
-        return lines
-    siblings = file.find(steps[: at + 1])
+    if (at < 0 and not choice.is_of_files) or at + 1 >= len(steps):
+        return lines, remarks
+    file = file.holding(steps[: at + 1])
+    siblings = None if getattr(file, "file", None) is None else file.find(steps[: at + 1])
     for key, value in siblings.items() if isinstance(siblings, dict) else ():
         is_scalar = isinstance(value, str | int | float) or (isinstance(value, StoredArray) and value.shape == [])
         if isinstance(key, str) and is_scalar and key not in used:
             lines += ["[[columns]]", f"tensor = {_steps_text((*chosen.steps[: at + 1], key))}"]
-    return lines
+    return lines, remarks
 
 
-def _columns_of_files(
-    groups: list[_Group], described: Collection[str], examples: int | None, columns: list[str]
-) -> tuple[list[str], list[str]]:
-    """Adds columns of files with a value for each example: lists of JSON, lines and arrays; and the names of other files."""
-    lines, unused = list(columns), list[str]()
+def _columns_of_files(groups: list[_Group], examples: int, order: ExampleOrder) -> tuple[list[str], list[str]]:
+    """Tables of columns of files with a value for each example: lists of JSON, lines and arrays; and remarks."""
+    lines, remarks = list[str](), list[str]()
     for group in groups:
-        name = group.pattern
-        if name in described or is_shard_index(name):
+        if "/" in group.pattern or len(group.files) > 1 or is_shard_index(group.pattern):
             continue
-        if "/" in name or len(group.files) > 1:
-            unused += [name] if name.endswith(_DATA) else []
-            continue
-        table: list[str] = []
         with contextlib.suppress(ActshardError):
-            if examples is not None and name.endswith(".json"):
-                value = read_json(group.files[0])
-                for key in value if isinstance(value, dict) else ():
-                    if isinstance(value[key], list) and len(value[key]) == examples and key not in _TOKENS:
-                        pointer = key.replace("~", "~0").replace("/", "~1")
-                        table += ["[[columns]]", f"file = {json.dumps(f'{name}:/{pointer}')}"]
-                if isinstance(value, list) and len(value) == examples and len(lines_of(group.files[0])) == examples:
-                    table = ["[[columns]]", f"file = {json.dumps(name)}"]
-            elif examples is not None and is_lines(name) and len(lines_of(group.files[0])) == examples:
-                table = ["[[columns]]", f"file = {json.dumps(name)}"]
-            elif examples is not None and name.endswith(".npy"):
-                ((_, array),) = _all_arrays(open_files(group.files, _PART)[0])
-                table = ["[[columns]]", f"file = {json.dumps(name)}"] if array.shape == [examples] else []
-        lines += table
-        unused += [] if table or not name.endswith(_DATA) else [name]
-    return lines, unused
+            tables, reason = _tables_of_file(group.files[0], examples, order)
+            for table in tables:
+                shown, reasons = _unsure(table, reason) if reason else (table, [])
+                lines, remarks = lines + shown, remarks + reasons
+    return lines, remarks
+
+
+def _tables_of_file(path: Location, examples: int, order: ExampleOrder) -> tuple[list[list[str]], str]:
+    """Tables of columns of a file with a value for each example, and why these may be values of other examples."""
+    name = path.name
+    table = ["[[columns]]", f"file = {json.dumps(name)}"]
+    if name.endswith(".npy"):
+        ((_, array),) = _all_arrays(open_files([path], _PART)[0])
+        return ([table] if array.shape == [examples] else []), order.doubt
+    value = read_json(path) if name.endswith(".json") else None
+    if isinstance(value, dict):
+        columns = {key: v for key, v in value.items() if isinstance(v, list) and len(v) == examples}
+        pointers = [key.replace("~", "~0").replace("/", "~1") for key in columns if key not in _TOKENS]
+        tables = [["[[columns]]", f"file = {json.dumps(f'{name}:/{pointer}')}"] for pointer in pointers]
+        field, reason = order.joined(columns)
+        if field and len(columns) == len(value):
+            return [[*table, f"by = {json.dumps(field)}"]], ""
+        return tables, f"its {field!r} has the examples in another order" if field else reason
+    lines = lines_of(path) if is_lines(name) else []
+    if len(lines) != examples:
+        return [], ""
+    field, reason = order.joined({key: [line.get(key) for line in lines] for key in lines[0]})
+    return [[*table, f"by = {json.dumps(field)}"] if field else table], reason
 
 
 def _unused_keys(file: OpenedFile, lines: list[str], wide: list[tuple[Name, ...]]) -> list[str]:
@@ -617,7 +665,7 @@ def _tried(root: Location, proposal: Proposal) -> Proposal:
     """The proposal, with a remark if it does not open."""
     try:
         described = description.read(root, proposal.text)
-        units = index.units_of(root, described)
+        units = units_of(root, described)
         if sum(len(unit.files) for unit in units) > _MOST_TRIED:
             return proposal
         index.build(root, described, 1 << 30, units)

@@ -16,20 +16,18 @@ from numpy.typing import NDArray
 
 from actshard._native import StoredArray
 from actshard.base._arguments import stored
-from actshard.base.errors import FormatError, MissingFileError, UnsupportedError
+from actshard.base.errors import FormatError, UnsupportedError
 from actshard.base.location import Location
-from actshard.formats.kept import Listing
+from actshard.formats.contents import NOTHING_ABSENT, Absence
+from actshard.formats.incomplete import OF_A_FILE
 from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
 from actshard.formats.layout_toml.files import (
     OpenedFile,
     ShardedFile,
-    array_files,
-    is_lines,
     lines_of,
     matches,
     missing,
     open_files,
-    viewed,
 )
 from actshard.formats.layout_toml.geometry import (
     Axis,
@@ -45,6 +43,7 @@ from actshard.formats.layout_toml.geometry import (
 )
 from actshard.formats.layout_toml.scaling import Scaled, Scaler
 from actshard.formats.layout_toml.tensors import array_at, dim_last, fill, layer_keys, listable, matching_keys
+from actshard.formats.layout_toml.units import Lengths, Unit, by_capture, key_of, units_of
 
 _ALONE: tuple[Name, ...] = (0,)
 
@@ -60,36 +59,6 @@ class RowFile:
     decoded: StoredArray | None
     scaled: Scaled | None = None
     """Codes and scales, if rows are their products. Offsets then count bytes of the products."""
-
-
-@dataclass
-class Unit:
-    """The files of one batch or example, or of the dataset: one file, or one per layer."""
-
-    captured: dict[str, Name]
-    paths: dict[Name | None, Location]
-    """Files by layer; None if file names do not contain the layer. The first shard, if there are several."""
-    shards: dict[Name | None, list[Location]] = field(default_factory=dict)
-    """The other shards."""
-    keys: dict[str, str] = field(default_factory=dict)
-    """Captures of keys in the file, as they stand there."""
-    first: int = 0
-    """Number of its first example."""
-    count: int = 0
-
-    @property
-    def any(self) -> Location:
-        """The file that contains lengths, tokens and columns."""
-        return next(iter(self.paths.values()))
-
-    @property
-    def files(self) -> list[Location]:
-        """All files."""
-        return [path for layer, first in self.paths.items() for path in (first, *self.shards.get(layer, ()))]
-
-    def fill(self, steps: Sequence[Name]) -> list[Name]:
-        """Steps with the captured values in braces."""
-        return fill(steps, self.captured | self.keys)
 
 
 @dataclass
@@ -126,6 +95,7 @@ class RowIndex:
     wholes: list[Unit] | None = None
     """If files have an array for each example: a unit for each file. ``units`` are then the examples."""
     even: tuple[tuple[int, int, int], ...] | None = None
+    absence: Absence = NOTHING_ABSENT
 
 
 def spread(index: RowIndex) -> RowIndex:
@@ -140,108 +110,6 @@ def spread(index: RowIndex) -> RowIndex:
         index.skipped,
     )
     return replace(index, numbers=places.numbers_each(), starts=places.starts_each(), even=None)
-
-
-def units_of(root: Location, description: Description, listing: Listing | None = None) -> list[Unit]:
-    """Matches files and groups them into units, in order. Every unit has the same layers."""
-    pattern = description.activations.files
-    assert pattern is not None  # checked when the description was read
-    files = array_files(root, pattern, listing)
-    if not files:
-        raise MissingFileError(f"expected files named {pattern.text!r}, found none", path=root)
-    units_by_key: dict[tuple[Name | None, Name | None], Unit] = {}  # in the order of the files
-    for captured, path in files:
-        layer = captured.pop("layer", None)
-        captured.pop("_", None)
-        key = (captured.get("batch"), captured.get("example"))
-        unit = units_by_key.setdefault(key, Unit(captured, {}))
-        if layer in unit.paths:
-            unit.shards.setdefault(layer, []).append(path)
-        else:
-            unit.paths[layer] = path
-    units = list(units_by_key.values())
-    layers = sorted({layer for unit in units for layer in unit.paths}, key=lambda n: (isinstance(n, str), n))
-    for unit in units:
-        for layer in layers:
-            if layer not in unit.paths:
-                name = ", ".join(f"{k} {v}" for k, v in unit.captured.items()) or "the dataset"
-                raise MissingFileError(f"{name} has no file of layer {layer!r}", path=unit.any)
-        if len(layers) > 1:
-            unit.paths = {layer: unit.paths[layer] for layer in layers}
-    return units
-
-
-class Lengths:
-    """The number of tokens of each example, and of padding before them."""
-
-    def __init__(self, root: Location, description: Description) -> None:
-        self.part = description.lengths
-        self.root = root
-        self.description = description
-        self.whole: NDArray[Any] | None = None
-        self.used = 0
-        self.committed: list[int] | None = None
-
-    def is_shared(self) -> bool:
-        """Whether one file contains the lengths of all units."""
-        part = self.part
-        return part is not None and (part.pointer is not None or (part.files is not None and not part.files.captures))
-
-    def of(
-        self, unit: Unit, opened: OpenedFile | None, paths_by_capture: Mapping[str, Location]
-    ) -> NDArray[Any] | None:
-        """The stored array for a unit: lengths, masks, offsets or starts; None: shapes determine the lengths."""
-        part = self.part
-        if part is None:
-            return None
-        if self.is_shared():
-            if self.whole is None:
-                self.whole = read_part(self.root, self.description, part)
-            return self.whole
-        if part.files is None:
-            assert opened is not None
-            file = opened.holding(unit.fill(part.tensor))
-            return file.array(file.find(unit.fill(part.tensor)))
-        path = paths_by_capture.get(key_of(unit.captured, part.files))
-        if path is None:
-            raise missing(unit.any, f"a file {part.files.text!r} with its lengths")
-        (file,) = open_files([path], part)
-        return viewed(file, file.find(unit.fill(part.tensor)), part)
-
-
-def key_of(captured: Mapping[str, Name], pattern: Pattern) -> str:
-    """The captures of a pattern without the layer: of all files of an example or a batch."""
-    return "\0".join(f"{name}={captured.get(name)!r}" for name in sorted(pattern.captures) if name != "layer")
-
-
-def by_capture(root: Location, pattern: Pattern) -> dict[str, Location]:
-    """Files of a pattern by their captures."""
-    return {key_of(captured, pattern): path for captured, path in matches(root, pattern)}
-
-
-def read_part(root: Location, description: Description, part: Part) -> NDArray[Any]:
-    """The array of a part in one file: a value of a JSON file, a field of lines, or an array."""
-    if part.pointer is not None:
-        from actshard.formats.layout_toml.description import DescriptionReader
-
-        reader = DescriptionReader(root, description.source, description.text)
-        value = reader.follow(*part.pointer, lambda text: reader.error(part.table, "file", text))
-        array = np.asarray(value)
-        if array.dtype == object:
-            raise FormatError(f"{part.table}: expected a list of equal items", path=root / part.pointer[0])
-        return array
-    assert part.files is not None
-    path = root.joinpath(*part.files.text.split("/"))
-    if is_lines(path.name):
-        if len(part.tensor) != 1:
-            raise FormatError(f"{part.table}: expected 'tensor', the field of the lines", path=path)
-        lines = lines_of(path)
-        lacking = next((n for n, line in enumerate(lines) if part.tensor[0] not in line), None)
-        if lacking is not None:
-            raise FormatError(f"line {lacking + 1}: expected a field {part.tensor[0]!r}, found none", path=path)
-        return np.asarray([line[str(part.tensor[0])] for line in lines])
-    (file,) = open_files([path], part)
-    return viewed(file, file.find(part.tensor), part)
 
 
 def _counts(tokens: NDArray[np.int64], path: Location) -> NDArray[np.uint32]:
@@ -261,6 +129,18 @@ class UnitPlaces:
     starts: list[Numbers]
     tokens: NDArray[np.uint32]
     skipped: NDArray[np.int64]
+    absent: NDArray[np.bool_] = field(init=False)
+    """Flags of examples that are left out."""
+
+    def __post_init__(self) -> None:
+        self.absent = np.broadcast_to(np.False_, len(self.tokens))
+
+    @classmethod
+    def nothing(cls, layers: int, count: int) -> UnitPlaces:
+        """The places of examples that are left out."""
+        places = cls([0] * layers, [EvenNumbers(0, 0, count)] * layers, np.zeros(count, np.uint32), repeated(0, count))
+        places.absent = np.ones(count, np.bool_)
+        return places
 
     def numbers_each(self) -> NDArray[np.uint32]:
         """The row file by layer and example."""
@@ -281,16 +161,31 @@ class UnitPlaces:
 
 
 class Finder:
-    """Builds an :class:`RowIndex`."""
+    """Builds an :class:`RowIndex`. With ``skips_incomplete``, examples whose files are not whole have no tokens."""
 
-    def __init__(self, root: Location, description: Description, limit: int, units: list[Unit]) -> None:
+    def __init__(
+        self,
+        root: Location,
+        description: Description,
+        limit: int,
+        units: list[Unit],
+        *,
+        skips_incomplete: bool = False,
+    ) -> None:
         self.root, self.description, self.limit = root, description, limit
+        self.skips_incomplete = skips_incomplete
         self.part = description.activations
         self.units = units
+        self.after = ""
         self.paths = [path for unit in self.units for path in unit.files]
         self.place = {path: n for n, path in enumerate(self.paths)}
-        self.opened = dict(zip(self.paths, open_files(self.paths, self.part, limit), strict=True))
-        for unit in self.units:
+        self.opened = self._open()
+        self.faulty = [unit for unit in self.units if unit.fault is not None]
+        """Units that are not read, in order."""
+        self._check_any_whole()
+        if self.part.step_of("example") is not None and self.faulty:
+            self._cut()  # the numbers of examples in a file that cannot be read are not known
+        for unit in [unit for unit in self.units if unit.fault is None]:
             for layer, others in unit.shards.items():
                 first = unit.paths[layer]
                 self.opened[first] = ShardedFile([self.opened[path] for path in (first, *others)])
@@ -309,6 +204,45 @@ class Finder:
         self.scale_files = self._files_by_capture(description.scales)
         self.scaler = None if description.scales is None else Scaler(root, description, description.scales, limit)
         self.scale_opened: dict[Location, OpenedFile] = {}
+
+    def _open(self) -> dict[Location, OpenedFile]:
+        """The parsed files. Those of units with a fault are left out."""
+        whole_paths = [path for unit in self.units if unit.fault is None for path in unit.files]
+        try:
+            return dict(zip(whole_paths, open_files(whole_paths, self.part, self.limit), strict=True))
+        except OF_A_FILE:
+            if not self.skips_incomplete:
+                raise
+        opened: dict[Location, OpenedFile] = {}
+        for unit in [unit for unit in self.units if unit.fault is None]:
+            for is_partial in (False, True):
+                try:
+                    files = open_files(unit.files, self.part, self.limit, is_partial=is_partial)
+                except OF_A_FILE as error:
+                    error.path = error.path or unit.any.place
+                    unit.fault = unit.fault or error
+                else:
+                    opened |= zip(unit.files, files, strict=True)
+                    unit.is_partial, unit.fault = is_partial, None
+                    break
+        return opened
+
+    def _check_any_whole(self) -> None:
+        """Raises the first fault if all units have one."""
+        if self.faulty and all(unit.fault is not None for unit in self.units):
+            assert self.faulty[0].fault is not None
+            raise self.faulty[0].fault
+
+    def _cut(self) -> None:
+        """Leaves out the first unit with a fault and all after it: the numbers of their examples are not known."""
+        first = next(n for n, unit in enumerate(self.units) if unit.fault is not None)
+        lost, self.units = self.units[first:], self.units[:first]
+        if not self.units:
+            assert lost[0].fault is not None
+            raise lost[0].fault
+        name = lost[0].any.relative_to(self.root)
+        self.after = f"{len(lost)} of {first + len(lost)} groups of files are left out, from {name} on"
+        self.faulty = lost
 
     def _files_by_capture(self, part: Part | None) -> dict[str, Location]:
         if part is None or part.files is None or not part.files.captures:
@@ -340,7 +274,7 @@ class Finder:
     def layers(self) -> tuple[Name, ...]:
         """Names of layers: captured, given, or counted along an axis."""
         layer_names = self.description.layers
-        first = self.units[0]
+        first = next(unit for unit in self.units if unit.fault is None)
         if None not in first.paths:
             return self._choose_layers(tuple(layer for layer in first.paths if layer is not None), layer_names)
         file = self.opened[first.any]
@@ -503,14 +437,16 @@ class Finder:
     def build(self) -> RowIndex:
         """Finds all rows."""
         layers = self.layers()
-        unit_places = [self._unit(unit, layers) for unit in self.units]
+        unit_places = self._all_places(layers)
         total = 0
         for unit, places in zip(self.units, unit_places, strict=True):
             unit.first, unit.count = total, len(places.tokens)
             total += unit.count
+        absent = np.concatenate([places.absent for places in unit_places])
         shared_lengths = self.lengths.whole
         if (
             shared_lengths is not None
+            and not self.after
             and self.lengths.is_shared()
             and self.lengths.used not in (0, len(shared_lengths))
         ):
@@ -520,7 +456,7 @@ class Finder:
             )
 
         positions, ids, numbered = examples_of(self.units)
-        even = unit_places[0].even() if len(unit_places) == 1 else None
+        even = unit_places[0].even() if len(unit_places) == 1 and not absent.any() else None
         return RowIndex(
             layers=layers,
             d_model=self.d_model,
@@ -542,7 +478,80 @@ class Finder:
             opened=self.opened,
             wholes=self._count_wholes(),
             even=even,
+            absence=self._absence(absent),
         )
+
+    def _absence(self, absent: NDArray[np.bool_]) -> Absence:
+        """What is left out."""
+        if not self.skips_incomplete:
+            return NOTHING_ABSENT
+        broken = [*self.faulty, *(unit for unit in self.units if unit.is_partial)]
+        faults = [(unit.any.relative_to(self.root), unit.fault) for unit in broken]
+        return Absence(
+            absent,
+            tuple(path.place for unit in broken for path in unit.files),
+            self.after,
+            tuple(f"{name}: {'is truncated' if fault is None else fault.detail}" for name, fault in faults),
+        )
+
+    def _all_places(self, layers: tuple[Name, ...]) -> list[UnitPlaces]:
+        """The places of all units. Examples of units with a fault have no tokens."""
+        places: list[UnitPlaces | None] = []
+        for unit in self.units:
+            places.append(None if unit.fault is not None else self._places(unit, layers))
+            if unit.fault is not None and self.lengths.is_shared():
+                self.lengths.used += self._num_examples_of([place for place in places if place is not None])
+        self.faulty = [unit for unit in self.units if unit.fault is not None] or self.faulty
+        self._check_any_whole()
+        counts = [len(place.tokens) for place in places if place is not None]
+        last = max(n for n, place in enumerate(places) if place is not None)
+        is_known = self._is_one_example or (len(set(counts[:-1])) == 1 and None not in places[last:])
+        if None in places and not is_known:
+            self._cut()
+            places = places[: len(self.units)]
+        count = 1 if self._is_one_example else counts[0]
+        return [UnitPlaces.nothing(len(layers), count) if place is None else place for place in places]
+
+    @property
+    def _is_one_example(self) -> bool:
+        """Whether each unit is one example."""
+        names = [name for axis in self.part.axes for name in axis.split("*")]
+        return "example" not in names and "row" not in names
+
+    def _num_examples_of(self, places: Sequence[UnitPlaces]) -> int:
+        """The number of examples of a unit that is not read, whose lengths are in one list with those of the others."""
+        if self._is_one_example:
+            return 1
+        if not places:
+            raise FormatError(
+                "lengths: expected the first file to be whole, to know which lengths are its own", path=self.root
+            )
+        return len(places[0].tokens)
+
+    def _places(self, unit: Unit, layers: tuple[Name, ...]) -> UnitPlaces | None:
+        """The places of a unit; None if it has a fault that leaves it out."""
+        try:
+            places = self._unit(unit, layers)
+        except OF_A_FILE as error:
+            if not self.skips_incomplete:
+                raise
+            unit.fault = error
+            return None
+        if unit.is_partial:
+            places.absent = self._beyond_end(places)
+            places.tokens = np.where(places.absent, np.uint32(0), places.tokens)
+        return places
+
+    def _beyond_end(self, places: UnitPlaces) -> NDArray[np.bool_]:
+        """Flags of examples with rows after the end of their file. Files that are decoded whole have none before it."""
+        absent = np.zeros(len(places.tokens), np.bool_)
+        tokens, row = places.tokens.astype(np.int64), self.d_model * stored(self.dtype).itemsize
+        for number, starts in zip(places.numbers, places.starts, strict=True):
+            file = self.made_files[number]
+            is_in_place = file.decoded is None and file.scaled is None
+            size = self.paths[file.path].regular("read").size if is_in_place else 0
+            absent |= (tokens > 0) & (array_of(starts) + (tokens - 1) * file.step + row > size)
+        return absent
 
     def _count_wholes(self) -> list[Unit] | None:
         """Numbers the examples of files that have an array for each."""
@@ -723,12 +732,25 @@ def examples_of(units: Sequence[Unit]) -> tuple[Sequence[int] | NDArray[np.int64
     return positions, [unit.captured["example"] for unit in units for _ in range(unit.count)], True
 
 
-def build(root: Location, description: Description, limit: int, units: list[Unit] | None = None) -> RowIndex:
+def build(
+    root: Location,
+    description: Description,
+    limit: int,
+    units: list[Unit] | None = None,
+    *,
+    skips_incomplete: bool = False,
+) -> RowIndex:
     """Finds the rows of a described folder. If the description has a column with ``commit``, keeps only examples with a line.
 
-    ``units`` is the result of :func:`units_of`, if it is known.
+    Args:
+        root: the folder.
+        description: its description.
+        limit: memory for decoded files, in bytes.
+        units: the result of :func:`units_of`, if it is known.
+        skips_incomplete: whether examples whose files are not whole have no tokens.
     """
-    finder = Finder(root, description, limit, units_of(root, description) if units is None else units)
+    units = units_of(root, description, skips_incomplete=skips_incomplete) if units is None else units
+    finder = Finder(root, description, limit, units, skips_incomplete=skips_incomplete)
     index = finder.build()
     numbers = finder._committed()
     if numbers is None:
@@ -749,4 +771,7 @@ def chosen(index: RowIndex, numbers: set[int]) -> RowIndex:
         positions=np.asarray(index.positions)[keep],
         ids=[index.ids[n] for n in keep.tolist()],
         selection=keep.astype(np.int64),
+        absence=replace(
+            index.absence, examples=index.absence.examples[keep] if index.absence.examples.size else keep[:0] > 0
+        ),
     )

@@ -18,14 +18,19 @@ from actshard.base.location import Location
 from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
 from actshard.formats.layout_toml.description import Description
 from actshard.formats.layout_toml.files import matches
-from actshard.formats.layout_toml.index import RowFile, RowIndex, Unit, build, examples_of, spread, units_of
+from actshard.formats.layout_toml.index import RowFile, RowIndex, build, examples_of, spread
+from actshard.formats.layout_toml.units import Unit, units_of
 
 _VERSION = 1
 _MOST = 1 << 40
 
 
-def index_of(root: Location, described: Description, limit: int, keep: bool) -> RowIndex:
+def index_of(
+    root: Location, described: Description, limit: int, keep: bool, *, skips_incomplete: bool = False
+) -> RowIndex:
     """The rows of a described folder, from its cached index if there is one."""
+    if skips_incomplete:
+        return build(root, described, limit, skips_incomplete=True)
     if (
         not keep
         or not root.is_local

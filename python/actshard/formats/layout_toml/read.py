@@ -44,7 +44,9 @@ def native(index: RowIndex, options: Options, *, is_raw: bool) -> Rows:
 def open(path: Location, options: Options) -> Contents:
     """Reads the description and the headers of all files, but no rows. The index of many files is cached."""
     described = description.read(path, options.layout)
-    return contents(path, described, index_of(path, described, options.decoded_memory, options.keep), options)
+    skips = options.skip_incomplete
+    index = index_of(path, described, options.decoded_memory, options.keep, skips_incomplete=skips)
+    return contents(path, described, index, options)
 
 
 def contents(path: Location, described: Description, index: RowIndex, options: Options) -> Contents:
@@ -79,6 +81,7 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
         columns_in=columns.folders,
         provenance=provenance,
         tokens_each=same,
+        absence=index.absence,
         warnings=tuple(remarks(path, described, index)),
     )
 
@@ -86,7 +89,12 @@ def contents(path: Location, described: Description, index: RowIndex, options: O
 def remarks(path: Location, described: Description, index: RowIndex) -> list[Remark]:
     """Warnings about missing files. A column of committed examples lists the examples, so other numbers may have no file."""
     pattern = described.activations.files
-    if pattern is None or is_shard_index(pattern.text) or any(column.commit for column in described.columns):
+    if (
+        index.absence
+        or pattern is None
+        or is_shard_index(pattern.text)
+        or any(column.commit for column in described.columns)
+    ):
         return list(described.remarks)
     if "_" in pattern.captures:
         names = ((pattern.match(file.relative_to(path)), file) for unit in index.units for file in unit.files)

@@ -35,10 +35,9 @@ from actshard.base.errors import (
     UnsupportedError,
 )
 from actshard.base.location import Location
-from actshard.formats.contents import Contents, Evidence, Logits, Options, Router
+from actshard.formats.contents import NOTHING_ABSENT, Absence, Contents, Evidence, Logits, Options, Router
 from actshard.formats.incomplete import leave_out
 from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, UNLISTED, Index, find_parts
-from actshard.formats.per_token import left_out
 
 # Names in lmprobe's code, then names in the format text.
 LOGITS_KEYS = (("logits_topk.values", "logits_topk.indices"), ("topk_values", "topk_indices"))
@@ -82,7 +81,7 @@ class Extraction(Index):
         super().__init__(path)
         self.io = io
         self.skips_incomplete = skips_incomplete
-        self.files_left_out: list[Location] = []
+        self.absence = NOTHING_ABSENT
 
     def _descriptors(self, kind: str, usual: str) -> Fields | None:
         where = self.parts[0]
@@ -141,7 +140,7 @@ class Extraction(Index):
             head_columns=self.head,
             column_batches=self.column_batches,
             files=lambda: [file.place for file in self.files()],
-            files_left_out=tuple(file.place for file in self.files_left_out),
+            absence=self.absence,
             columns_in=lambda: [part.place for part in self.parts],
             model=model if isinstance(model, str) else None,
             provenance=provenance,
@@ -233,10 +232,10 @@ class Extraction(Index):
             list(files), addresses, num_groups=len(layers), width=d_model, dtype=name, descr=dtype, io=self.io
         )
         if not all(are_whole):
-            self.files_left_out += [path for (path, _), whole in zip(files, are_whole, strict=True) if not whole]
             lacking = np.array(~np.array(are_whole).reshape(len(layers), shards).all(axis=0), np.bool_)
             absent = self._examples_in(lacking, "token_shard_ids" if full else "shard_index")
-            self.warnings += left_out(int(absent.sum()), len(absent))
+            broken = tuple(path.place for (path, _), whole in zip(files, are_whole, strict=True) if not whole)
+            self.absence = Absence(absent, broken)
             rows = leave_out(rows, absent, len(layers), self.path)
         return rows, layers, d_model, dtype
 

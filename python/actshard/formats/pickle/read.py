@@ -30,9 +30,8 @@ from actshard.base.codes import Remark
 from actshard.base.errors import ActshardError, FormatError, NotStoredError
 from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Absence, Contents, Evidence, Options
 from actshard.formats.incomplete import leave_out, size_of_file
-from actshard.formats.per_token import left_out
 from actshard.formats.tables import plain, table_of
 
 if TYPE_CHECKING:
@@ -192,7 +191,6 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
     _check_unique(whole_shards, rows)
     absent = np.repeat([s.number is None for s in shards], [s.samples for s in shards])
     every = leave_out(rows, absent, len(layers), path, are_dense=True)
-    warnings += left_out(int(absent.sum()), len(absent))
     for folder, fields in zip(machines, metadata, strict=True):
         remarks = []
         _check_extraction(fields, [s for s in shards if s.path.parent == folder], rows.width, remarks)
@@ -228,7 +226,7 @@ def open_many(path: Location, machines: Sequence[Location], options: Options) ->
         unit_columns=lambda unit: _columns(path, rows, shards, names, [unit]),
         head_columns=lambda requested_names, n: _columns(path, rows, shards, requested_names, _first_shards(shards, n)),
         files=lambda: [s.path.place for s in shards],
-        files_left_out=tuple(s.path.place for s in shards if s.number is None),
+        absence=Absence(absent, tuple(s.path.place for s in shards if s.number is None)),
         model=str(config["model_name"]) if config.get("model_name") else None,
         provenance=_provenance(metadata, len(compressed)),
         warnings=tuple(warnings),

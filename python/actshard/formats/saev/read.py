@@ -41,10 +41,9 @@ from actshard.base.errors import (
 )
 from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location, found_together
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Absence, Contents, Evidence, Options
 from actshard.formats.format import Tell
 from actshard.formats.incomplete import leave_out, none_whole, size_of_file
-from actshard.formats.per_token import left_out
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -287,12 +286,12 @@ def open(path: Location, options: Options) -> Contents:
         content_lengths=lambda: _content_lengths(path / LENGTHS, n, content, absent),
         columns=lambda names: _columns(path, n, names, [shard for shard, _ in shards]),
         files=lambda: [shard.place for shard, _ in dump.shards],
-        files_left_out=tuple(file.place for file in dump.files_left_out),
+        absence=Absence(absent, tuple(file.place for file in dump.files_left_out)),
         model=dump.model or None,
         provenance={key: metadata[key] for key in provenance_fields if metadata.get(key) is not None},
         extras=extras,
         special_tokens=int(dump.cls),
-        warnings=(*dump.warnings, *left_out(int(absent.sum()), n)),
+        warnings=tuple(dump.warnings),
         labels=lambda: _labels(path / LABELS, n, content),
     )
 

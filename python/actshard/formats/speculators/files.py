@@ -30,7 +30,6 @@ from actshard.base.errors import (
     from_os,
 )
 from actshard.base.location import Location
-from actshard.formats.per_token import left_out
 
 STATES, IDS, SCALES = "hidden_states", "token_ids", "hidden_states_scales"
 SCALED = ("F8_E4M3", "F8_E5M2", "I8")
@@ -234,7 +233,7 @@ def all_states(
             message += f"[{file.tokens}, {file.layers}, {file.width}]"
             faults.append((number, FormatError(f"tensor '{STATES}': {message}", path=paths[number])))
             files[number] = None
-    remarks = left_out(len(faults), len(paths)) if skips else []
+    remarks = list[Remark]()
     effect = "it is left out" if skips else "reading its states is an error"
     for number, fault in sorted(faults, key=lambda entry: entry[0])[:_SHOWN]:
         code = fault.code or _CODES.get(fault.kind, "format")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence, Set
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from actshard.base.codes import Remark
 from actshard.base.errors import ActshardError, FormatError, NotStoredError, boundary
 from actshard.base.layers import Layer, is_one, stored
 from actshard.base.location import Location
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import NOTHING_ABSENT, Absence, Contents, Evidence, Options
 from actshard.formats.per_token import LAST, TokenColumns
 from actshard.formats.speculators.files import (
     FOLDER,
@@ -199,7 +198,7 @@ def open(path: Location, options: Options) -> Contents:
         example_columns=lambda names, numbers: pick_rows(columns(names), numbers),
         token_columns=_PER_TOKEN,
         files=lambda: [file.place for file in paths],
-        files_left_out=_files_left_out(states, paths, options),
+        absence=_absence(states, paths, options),
     )
 
 
@@ -261,8 +260,11 @@ def _open_requests(path: Location, options: Options) -> Contents:
     return contents_of_requests(path, [path / name for name in names if name.endswith(".safetensors")], options, locks)
 
 
-def _files_left_out(states: AllStates, paths: Sequence[Location], options: Options) -> tuple[Path, ...]:
-    return tuple(paths[n].place for n in sorted(states.faults)) if options.skip_incomplete else ()
+def _absence(states: AllStates, paths: Sequence[Location], options: Options) -> Absence:
+    absent = np.array([file is None for file in states.files], np.bool_)
+    if not options.skip_incomplete:
+        return NOTHING_ABSENT
+    return Absence(absent, tuple(paths[n].place for n in np.flatnonzero(absent).tolist()))
 
 
 def contents_of_requests(
@@ -303,5 +305,5 @@ def contents_of_requests(
         example_columns=columns.some,
         token_columns=columns.names,
         files=lambda: [file.place for file in paths],
-        files_left_out=_files_left_out(states, paths, options),
+        absence=_absence(states, paths, options),
     )

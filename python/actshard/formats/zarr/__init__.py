@@ -42,9 +42,7 @@ class ZarrFormat(Format):
     findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
     order: ClassVar[int] = 30
     writes: ClassVar[bool] = True
-    needs_whole: ClassVar[str] = (
-        "its text defines missing chunks as zeros, which files do not distinguish from unfinished ones"
-    )
+    skips_incomplete: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +13,11 @@ from actshard.base.errors import FormatError, MissingFileError, TruncatedFileErr
 from actshard.base.location import Location
 from actshard.formats.format import Tell
 from actshard.formats.report import Report
+from actshard.formats.zarr.absent import MISSING, MOST_INDEX, is_usual_index
 from actshard.formats.zarr.arrays import read_whole
 from actshard.formats.zarr.member import Member, by_i
 from actshard.formats.zarr.meta import ArrayMeta
 from actshard.formats.zarr.read import stores_in, stores_of
-
-_ABSENT = np.iinfo(np.uint64).max
-"""Offset and bytes of a missing inner chunk."""
-_MOST_INDEX = 1 << 28
-"""Bytes of an index that is read whole."""
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:
@@ -146,7 +140,7 @@ def _check_shards(
     """
     per_shard = [outer // inner for outer, inner in zip(array.outer, array.chunks, strict=True)]
     size = 16 * math.prod(per_shard) + 4
-    if size > _MOST_INDEX or not _is_usual_index(json.loads(array.json)["codecs"][0]["configuration"]):
+    if size > MOST_INDEX or not is_usual_index(array):
         return
     tokens = np.broadcast_to(np.asarray(lengths, np.int64), (member.n,))
     for coords, file_size in files.items():
@@ -164,23 +158,13 @@ def _check_shards(
             _check_entries(array, coords, entries.reshape(*per_shard, 2), file_size, tokens)
 
 
-def _is_usual_index(sharding: Mapping[str, Any]) -> bool:
-    """Whether the index of shards is little-endian numbers and their checksum, at the end."""
-    codecs = [codec if isinstance(codec, dict) else {"name": codec} for codec in sharding["index_codecs"]]
-    if [codec.get("name") for codec in codecs] != ["bytes", "crc32c"]:
-        return False
-    bytes_of = codecs[0].get("configuration")
-    is_little = not isinstance(bytes_of, dict) or bytes_of.get("endian", "little") == "little"
-    return is_little and bool(sharding.get("index_location", "end") == "end")
-
-
 def _check_entries(
     array: ArrayMeta, shard_coords: tuple[int, ...], entries: NDArray[np.uint64], size: int, tokens: NDArray[np.int64]
 ) -> None:
     """Raises an error for an inner chunk outside of its shard, or that is missing although its tokens are stored."""
     path = array.path_of(shard_coords)
     begins, lengths = entries[..., 0], entries[..., 1]
-    absent = (begins == _ABSENT) & (lengths == _ABSENT)
+    absent = (begins == MISSING) & (lengths == MISSING)
     outside = ~absent & ((begins > size) | (lengths > size - np.minimum(begins, size)))
     if outside.any():
         coords = tuple(int(axis[0]) for axis in np.nonzero(outside))

@@ -18,6 +18,7 @@ from actshard.base._json import Fields, read_json, read_lines, show, utf8
 from actshard.base.codes import Remark
 from actshard.base.errors import ActshardError, FormatError, UnsupportedError, warn
 from actshard.base.location import Location, read_ahead
+from actshard.formats.zarr.absent import WholeChunks
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
 from actshard.formats.zarr.scales import stored_scales
@@ -50,6 +51,8 @@ class Member:
 
     path: Location
     warnings: list[Remark] = field(default_factory=list)
+    skips_incomplete: bool = False
+    """Whether samples with a missing chunk have no tokens."""
 
     def __post_init__(self) -> None:
         self.store = ZarrStore(self.path)
@@ -106,7 +109,13 @@ class Member:
         self._read_attributes()
         self.scaling = stored_scales(self.store, activations) if activations is not None else None
         self._index()
+        self.absent = np.zeros(self.n if self.skips_incomplete else 0, np.bool_)
+        """A flag per sample that is left out; empty if none can be."""
+        self.broken: list[Location] = []
+        """Files that are missing or not whole."""
         self.lengths = [self._lengths(a) for a in self.arrays]
+        if self.skips_incomplete:
+            self._leave_out()
         self.warnings += self.store.warnings
 
     def _read_attributes(self) -> None:
@@ -190,7 +199,7 @@ class Member:
             self.warnings.append(
                 Remark("layout", f"contains {self.n} samples, but the manifest counts {n}; the rest are ignored")
             )
-        self.n = n
+        self.n, self.absent = n, self.absent[:n]
         self.lengths = [part if isinstance(part, int) else part[:n] for part in self.lengths]
 
     def _lengths(self, array: ArrayMeta) -> int | NDArray[np.uint32]:
@@ -209,7 +218,7 @@ class Member:
             raise meta.error(f"expected [{self.rows}], one length per sample, found {list(meta.shape)}", field="shape")
         if meta.dtype is None or meta.dtype.kind not in "iu":
             raise meta.error(f"expected integers, found {meta.dtype or 'strings'}", field="dtype")
-        files = meta.stored()
+        files = self._whole_lengths(meta) if self.skips_incomplete else meta.stored()
         if meta.fill == 0:
             self.warnings += _missing_chunk(meta, files, "its samples are read as 0 tokens")
         if (same := read_constant(meta, files)) is not None and self.lines is None:
@@ -235,6 +244,34 @@ class Member:
         if self.lines is not None:
             values[~self.is_sample] = 0
         return values
+
+    def _whole_lengths(self, meta: ArrayMeta) -> dict[tuple[int, ...], int]:
+        """Sizes of the chunks of lengths that are whole. Samples of the others are left out."""
+        chunks = WholeChunks.of(meta)
+        grid = np.ones(meta.grid, np.bool_)
+        if meta.inner:
+            grid[tuple((chunks.places * np.array(meta.chunks) // np.array(meta.outer)).T)] = False
+        else:
+            grid[tuple(chunks.places.T)] = False
+        self.absent |= np.repeat(grid, meta.outer[0])[: self.n]
+        missing = [meta.path_of(tuple(coords)) for coords in np.argwhere(grid).tolist()]
+        self.broken += [*chunks.broken, *missing, *([meta.folder] if missing else [])]
+        whole = {tuple(coords) for coords in np.argwhere(~grid).tolist()}
+        return {coords: size for coords, size in meta.chunk_files().items() if coords in whole}
+
+    def _leave_out(self) -> None:
+        """Sets the tokens of samples with a missing chunk to 0."""
+        lengths = [np.broadcast_to(np.asarray(part, np.int64), (self.n,)) for part in self.lengths]
+        checked = list(zip(self.arrays, lengths, strict=True))
+        if self.scaling is not None and self.scaling.values is None:  # scales of rows have the chunks of their codes
+            checked.append((self.scaling.meta, lengths[0]))
+        for array, tokens in checked:
+            chunks = WholeChunks.of(array)
+            absent, missing = chunks.absent(array, np.where(self.absent, 0, tokens))
+            self.absent |= absent
+            self.broken += [*chunks.broken, *missing, *([array.folder] if missing else [])]
+        if self.absent.any():
+            self.lengths = [np.where(self.absent, 0, part).astype(np.uint32) for part in lengths]
 
     def check_alike(self, other: Member) -> None:
         """Raises FormatError unless stores of a run have the same layers, width, dtype and arrays."""

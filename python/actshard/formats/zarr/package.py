@@ -39,6 +39,7 @@ class PackageArray:
 
     Raises:
         UnsupportedError: a codec is not on the list of safe codecs.
+        FormatError: the package is not installed, and the core knows the codecs, but not their configuration.
         MissingExtraError: the package is not installed.
     """
 
@@ -50,6 +51,10 @@ class PackageArray:
         try:
             import zarr  # noqa: F401 -- raises now, not at the first read
         except ImportError as error:
+            fault = why.partition("configuration is unsupported: ")[2]
+            if fault:
+                text = f"field 'codecs': expected valid configurations of {', '.join(meta.codecs)}: {fault}"
+                raise FormatError(text, path=meta.metadata, code="metadata") from error
             raise MissingExtraError.of(f"reading this array ({why})", "zarr", meta.metadata) from error
 
     def _array(self, chunks: Mapping[str, bytes]) -> Any:

@@ -51,7 +51,7 @@ from actshard.base.errors import (
 from actshard.base.faults import RAISE, Faults
 from actshard.base.layers import Layer, checked
 from actshard.base.location import Location
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Absence, Contents, Evidence, Options
 from actshard.formats.tables import table_of
 from actshard.formats.zarr.arrays import native
 from actshard.formats.zarr.member import ACTIVATIONS, PROMPT, RESPONSE, TEXTS, Member
@@ -159,7 +159,7 @@ def stores_in(folder: Location) -> list[Location]:
 
 def open(path: Location, options: Options) -> Contents:
     """Reads metadata and lengths. Never lists chunk files."""
-    members, metadata, manifest = stores_of(path)
+    members, metadata, manifest = stores_of(path, skips_incomplete=options.skip_incomplete)
     first = members[0]
     arrays = [a for m in members for a in m.arrays]
     dtype = first.row_dtype
@@ -210,8 +210,28 @@ def open(path: Location, options: Options) -> Contents:
         provenance=_provenance(metadata, members, manifest),
         store_metadata=lambda: [(utf8(member.path.name), member.metadata) for member in members],
         extras=tuple(texts),
+        absence=_absence(path, members),
+        without_padding="version=3 stores hardly any" if first.version == 2 else "",
         warnings=tuple(warnings),
     )
+
+
+def _absence(path: Location, members: Sequence[Member]) -> Absence:
+    """The samples that are left out.
+
+    Raises:
+        FormatError: no sample is whole.
+    """
+    absent = np.concatenate([member.absent for member in members])
+    if absent.size and absent.all():
+        raise FormatError(f"expected at least one whole example, found none of {len(absent):,}", path=path)
+    broken = [file for member in members for file in member.broken]
+    reasons = (f"{file.relative_to(path)} is missing or not whole" for file in broken[:_NAMED])
+    return Absence(absent, tuple(file.place for file in broken), reasons=tuple(reasons))
+
+
+_NAMED = 6
+"""Files that are not whole of which a warning may name some."""
 
 
 _PLAIN_SHARDS = frozenset(("sharding_indexed", "bytes", "crc32c"))
@@ -310,20 +330,23 @@ def _join_lengths(parts: Sequence[int | NDArray[np.uint32]], members: Sequence[M
     )
 
 
-def stores_of(path: Location, faults: Faults = RAISE) -> tuple[list[Member], dict[str, Any], bool]:
+def stores_of(
+    path: Location, faults: Faults = RAISE, *, skips_incomplete: bool = False
+) -> tuple[list[Member], dict[str, Any], bool]:
     """The stores of a dataset in order, its metadata, and whether it has a manifest.
 
     Args:
         path: a store, or a run.
         faults: receives faults of the manifest and of each store.
+        skips_incomplete: whether samples with a missing chunk have no tokens.
     """
     listing = path / "manifest.json"
     if is_group(path):
-        member = Member(path)
+        member = Member(path, skips_incomplete=skips_incomplete)
         return [member], member.metadata, False
     if exists(listing):
         manifest = Fields(read_json(listing), listing, faults=faults)
-        members = _listed_stores(path, manifest, faults)
+        members = _listed_stores(path, manifest, faults, skips_incomplete)
         metadata = manifest.value
     else:
         stores = stores_in(path / "shards")
@@ -334,7 +357,7 @@ def stores_of(path: Location, faults: Faults = RAISE) -> tuple[list[Member], dic
         members = []
         for store in stores:
             with faults.noting(store):
-                members.append(Member(store))
+                members.append(Member(store, skips_incomplete=skips_incomplete))
         metadata = {"shards": [s.relative_to(path) for s in stores], **(members[0].metadata if members else {})}
     for member in members[1:]:
         with faults.noting(member.path):
@@ -342,7 +365,7 @@ def stores_of(path: Location, faults: Faults = RAISE) -> tuple[list[Member], dic
     return members, metadata, exists(listing)
 
 
-def _listed_stores(path: Location, manifest: Fields, faults: Faults) -> list[Member]:
+def _listed_stores(path: Location, manifest: Fields, faults: Faults, skips_incomplete: bool) -> list[Member]:
     members = []
     names: set[Location] = set()
     start = 0
@@ -362,7 +385,7 @@ def _listed_stores(path: Location, manifest: Fields, faults: Faults) -> list[Mem
             if store.lists and store.kind() != "folder":
                 text = f"expected a Zarr store, which {manifest.path.name} lists, found none"
                 raise MissingFileError(text, path=store)
-            member = Member(store)
+            member = Member(store, skips_incomplete=skips_incomplete)
             if fields.has("n_samples"):
                 n = fields.integer("n_samples", minimum=0)
                 fields.check()

@@ -50,6 +50,10 @@ NODE = ACTIVATIONS
 _DTYPES = {chunks.version: chunks.dtypes for chunks in (PlainChunks, ShardedChunks)}
 MOST_TOKENS = 1 << 24
 """Limit on ``t_max``. Readers number the chunks that an array may have, up to 2^48."""
+MUCH_PADDING = 16 << 20
+"""Bytes of padding from which a warning names it."""
+_PADDED = 1.5
+"""Stored bytes per byte of rows from which it does."""
 MANY_FILES = 100_000
 """Number of chunk files from which the writer advises version 3."""
 _SMALL_CHUNK = 1 << 20
@@ -287,6 +291,7 @@ class ZarrTarget(Target):
         self._choose(tokens, is_all=True)  # chosen before, unless no example has tokens
         for chunks, folder, row_bytes in self._arrays:
             chunks.close(folder, tokens, row_bytes, self.put)
+        self._warn_of_padding(tokens)
         assert self.dtype is not None
         stored = self.dtype if self.scaling is None else np.dtype(np.int8)
         shape = (len(examples), len(self.spec.layers), t_max, self.spec.d_model)
@@ -324,6 +329,18 @@ class ZarrTarget(Target):
             **self.spec.metadata,
         }
         write_store(self.root, self.version, arrays, attributes)
+
+    def _warn_of_padding(self, tokens: NDArray[np.int64]) -> None:
+        """Warns of chunks that are mostly padding: they take space, and time to write and copy."""
+        chunks, _, row_bytes = self._arrays[0]
+        rows = int(tokens.sum()) * len(self.spec.layers) * row_bytes
+        _, size = chunks.estimate(tokens, row_bytes)
+        if self.version == 2 and size >= _PADDED * rows and size - rows >= MUCH_PADDING:
+            warn(
+                f"{self.root}: {1 - rows / size:.0%} of the {size:,} stored bytes are padding, because chunks have "
+                f"{chunks.tokens} tokens, and most examples have fewer. version=3 stores hardly any",
+                code="padding",
+            )
 
     def estimate(self, tokens: NDArray[np.int64]) -> tuple[int, int, int]:
         files, size, chosen = 0, 0, None

@@ -61,6 +61,10 @@ class Norms:
             counts.append(rows)
         return cls(np.array(edges or [0.0]), np.array(counts, np.int64))
 
+    def __repr__(self) -> str:
+        span = f"{self.edges[0]:.4g} to {self.edges[-1]:.4g}"
+        return f"<actshard.Norms of {int(self.counts.sum()):,} rows in {len(self.counts):,} bins, {span}>"
+
     @property
     def rows(self) -> int:
         """Number of rows with a finite norm."""
@@ -122,6 +126,10 @@ class NormsByPosition:
     mean: NDArray[np.float64]
     _bands: tuple[tuple[NDArray[np.int64], NDArray[np.int64]], ...] = ()
     """Bins and their rows, for each range."""
+
+    def __repr__(self) -> str:
+        positions = f"positions 0 to {int(self.end[-1]) - 1}" if len(self.end) else "no positions"
+        return f"<actshard.NormsByPosition of {int(self.rows.sum()):,} rows, {positions} in {len(self.end):,} ranges>"
 
     @classmethod
     def of(

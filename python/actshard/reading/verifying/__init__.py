@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Literal
 
 from actshard import formats
 from actshard.base import _arguments
@@ -25,6 +25,9 @@ from actshard.formats.report import Finding, Report
 from actshard.reading.finding import check_finished, existing_anywhere, find, find_any, remaining
 from actshard.reading.opening import check_supported, open_quietly
 from actshard.reading.store import Store
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Values = Callable[[Store, Report, Callable[[str, int, int], object]], None]
 """Checks every value of a store."""
@@ -50,6 +53,7 @@ CODES: Mapping[str, tuple[str, str, str]] = _Codes()
 """Maps each code to (severity, meaning, remedy). Codes are added, never renamed."""
 
 
+@_arguments.check_names
 def verify(
     path: str | os.PathLike[str] | Store,
     *,
@@ -227,7 +231,7 @@ def _check(
     except ActshardError as error:
         report.faults.refused(error)
         return
-    report.excuse(set(store.contents.files_left_out))
+    report.excuse(set(store.contents.absence.files))
     for warning in store.warnings:
         if warning.code != "examples-left-out":  # the notes name the files
             report.add(warning.code, root, warning)
@@ -238,15 +242,19 @@ def _check(
         if contents.unextended is not None:  # which no format checks
             contents.columns(contents.column_names[-1:])
         if report.deep or not dataset_format.checks_columns:
-            _read_columns(contents, all_rows=report.deep)
+            spans = _read_columns(contents, all_rows=report.deep)
+            if report.deep and store.layers:
+                _report_padded(store, contents, spans, report)
     if report.deep and store.layers:
         from actshard.reading.verifying.deep import check_values
 
         (values or check_values)(store, report, tell)
 
 
-def _read_columns(contents: Contents, *, all_rows: bool) -> None:
+def _read_columns(contents: Contents, *, all_rows: bool) -> dict[str, tuple[int, int]]:
     """Reads the columns of all examples, or of the first where a format can: its own check may not read them.
+
+    Returns the least and the largest number of values of an example, by name, of lists that all examples have.
 
     Raises:
         FormatError, MissingFileError, ...: a column cannot be read.
@@ -254,12 +262,44 @@ def _read_columns(contents: Contents, *, all_rows: bool) -> None:
     names = list(contents.column_names)
     if all_rows:
         batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
-        for _ in batches(names):
-            pass
+        return _spans(batches(names))
     elif contents.head_columns is not None:
         contents.head_columns(names, 1)
     elif contents.column_batches is not None:
         next(iter(contents.column_batches(names)), None)
+    return {}
+
+
+def _spans(batches: Iterable[pa.Table]) -> dict[str, tuple[int, int]]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    spans: dict[str, tuple[int, int]] = {}
+    for table in batches:
+        for field in table.schema:
+            kind = field.type
+            is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+            if is_list and len(table) and not table[field.name].null_count:
+                ends = pc.min_max(pc.list_value_length(table[field.name])).as_py()
+                low, high = spans.get(field.name, (ends["min"], ends["max"]))
+                spans[field.name] = min(low, ends["min"]), max(high, ends["max"])
+    return spans
+
+
+_OF_TOKENS = ("input_ids", "token_ids", "tokens", "attention_mask", "loss_mask")
+"""Columns with a value per token."""
+
+
+def _report_padded(store: Store, contents: Contents, spans: Mapping[str, tuple[int, int]], report: Report) -> None:
+    """Reports columns whose lists are as long as the longest example in all examples: those of a padded batch."""
+    counts = store.token_counts if contents.whole is None and store.contents.whole is None else contents.token_counts()
+    counts = counts[counts > 0]
+    if not len(counts) or counts.min() == counts.max():
+        return
+    for name, (low, high) in spans.items():
+        if low == high and (high == counts.max() or (name in _OF_TOKENS and high > counts.max())):
+            text = f"{high:,} values in every example, which have {counts.min():,} to {counts.max():,} tokens"
+            report.add("padded-column", contents.path, text, "a value for each token", f"column {name}")
 
 
 def _dataset_at(root: Location, format: str | None, *, described: bool) -> tuple[Location, str]:

@@ -136,7 +136,7 @@ def _compare(store: Store, digests: Sequence[Digest | None], report: Report) -> 
     if record is None:
         return
     _compare_files(location, record.checksums or {}, report)
-    if report.layout is not None or record.digests is None or store.contents.files_left_out:
+    if report.layout is not None or record.digests is None or store.contents.absence:
         return  # other layers than those of the files, or fewer rows
     if len(record.digests) != len(digests):
         report.add("other-rows", location, many(len(digests), "layer"), str(len(record.digests)))

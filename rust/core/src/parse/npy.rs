@@ -67,13 +67,20 @@ fn malformed(detail: impl Into<String>) -> Error {
 
 /// The array of a `.npy` file.
 pub fn read(source: &dyn Source, stop: &Stop) -> Result<NpyArray> {
-    let size = source.size();
-    let parsed = in_front(size, &mut |len| {
+    header_of(source, stop).and_then(|header| header.array(source.size(), false)).map_err(|e| e.at(source.location()))
+}
+
+/// As [`read`], for a file that may end before its array does.
+pub fn read_partial(source: &dyn Source, stop: &Stop) -> Result<NpyArray> {
+    header_of(source, stop).and_then(|header| header.array(source.size(), true)).map_err(|e| e.at(source.location()))
+}
+
+fn header_of(source: &dyn Source, stop: &Stop) -> Result<NpyHeader> {
+    in_front(source.size(), &mut |len| {
         let mut front = memory::bytes(len)?;
         source.read(0, &mut front, stop)?;
         Ok(front)
-    });
-    parsed.and_then(|header| header.array(size)).map_err(|e| e.at(source.location()))
+    })
 }
 
 /// The members of a `.npz` archive, by name without `.npy`.
@@ -96,7 +103,7 @@ fn member(source: &dyn Source, record: &ZipRecord, context: &mut Context<'_>) ->
         source.read(at, &mut front, context.stop())?;
         Ok(if record.deflated { inflate::raw_front(&front, to_usize(len)) } else { front })
     };
-    let parsed = in_front(record.size, &mut { read }).and_then(|header| header.array(record.size));
+    let parsed = in_front(record.size, &mut { read }).and_then(|header| header.array(record.size, false));
     let mut array = parsed.map_err(|e| malformed(format!("'{name}': {}", e.detail)).byte(at))?;
     if record.deflated {
         let (stored, size, crc) = (record.stored, record.size, record.crc);
@@ -251,8 +258,8 @@ fn text(descr: &str) -> Option<(DType, u64)> {
 }
 
 impl NpyHeader {
-    /// The array in a file of `size` bytes.
-    fn array(self, size: u64) -> Result<NpyArray> {
+    /// The array in a file of `size` bytes, which may end before it if the file `is_partial`.
+    fn array(self, size: u64, is_partial: bool) -> Result<NpyArray> {
         let (dtype, elements, text, swapped) = match (text(&self.descr), Spelling::of_code(&self.descr)) {
             (Some((dtype, text)), _) => {
                 (dtype, NpyElements::Text, text, self.descr.starts_with('>') && dtype == DType::U32)
@@ -291,6 +298,7 @@ impl NpyHeader {
                 end::check(end, size, "the array", ": several arrays in one file are unsupported")?;
                 Ok(NpyArray { place, elements })
             }
+            Some(_) if is_partial => Ok(NpyArray { place, elements }),
             Some(end) => Err(Error::new(
                 Kind::Truncated,
                 format!("an array of shape {:?}: expected {end} bytes, found {size}", place.shape),

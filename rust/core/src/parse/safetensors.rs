@@ -158,6 +158,15 @@ pub fn read_header_at(path: &Path) -> Result<Header> {
 
 /// Reads and checks a file's header.
 pub fn read_header(source: &dyn Source, stop: &Stop) -> Result<Header> {
+    read_header_of(source, stop, false)
+}
+
+/// As [`read_header`], for a file that may end before its tensors do.
+pub fn read_header_of_partial(source: &dyn Source, stop: &Stop) -> Result<Header> {
+    read_header_of(source, stop, true)
+}
+
+fn read_header_of(source: &dyn Source, stop: &Stop, is_partial: bool) -> Result<Header> {
     let (len, at) = (source.size(), source.location());
     let read = |buf: &mut [u8], from: u64| {
         source.read(from, buf, stop).map_err(|mut e| {
@@ -173,7 +182,7 @@ pub fn read_header(source: &dyn Source, stop: &Stop) -> Result<Header> {
     let n = header_len(prefix, len).map_err(|e| e.at(at))?;
     let mut json = memory::bytes(n as u64).map_err(|e| e.at(at))?;
     read(&mut json, 8)?;
-    parse(&json, len).map_err(|e| e.at(at))
+    parse(&json, len, is_partial).map_err(|e| e.at(at))
 }
 
 /// The rows of a 2-D tensor with this name.
@@ -220,7 +229,7 @@ pub fn parse_bytes(bytes: &[u8]) -> Result<Header> {
         prefix = *first;
     }
     let n = header_len(prefix, len)?;
-    parse(&bytes[8..8 + n], len)
+    parse(&bytes[8..8 + n], len, false)
 }
 
 /// The header's size, checked against the file's size.
@@ -248,8 +257,8 @@ fn header_len(prefix: [u8; 8], len: u64) -> Result<usize> {
     usize::try_from(n).map_err(|_| refuse(Reason::HeaderTooLarge, format!("header of {n} bytes")).byte(0))
 }
 
-/// Parses the header `json` of a file of `len` bytes.
-fn parse(json: &[u8], len: u64) -> Result<Header> {
+/// Parses the header `json` of a file of `len` bytes. The tensors of a partial file may end after it.
+fn parse(json: &[u8], len: u64, is_partial: bool) -> Result<Header> {
     let text = std::str::from_utf8(json)
         .map_err(|e| refuse(Reason::NotUtf8, "the header is not UTF-8").byte(8 + e.valid_up_to() as u64))?;
     if !text.starts_with('{') {
@@ -271,6 +280,8 @@ fn parse(json: &[u8], len: u64) -> Result<Header> {
         refuse(reason, format!("invalid header: {detail}")).byte(offset)
     })?;
 
+    let last = tensors.iter().map(|t| t.end).max().unwrap_or(0);
+    let len = if is_partial { len.max(data_start.saturating_add(last)) } else { len };
     let data = len - data_start;
     tensors.sort_by_key(|t| (t.begin, t.end));
     let mut start = 0;

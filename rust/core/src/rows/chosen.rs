@@ -133,10 +133,13 @@ fn number(bytes: &[u8]) -> i64 {
     bytes.try_into().map_or(-1, i64::from_ne_bytes)
 }
 
+/// The note of an error that names an example by its number in the dataset.
+pub const NOTE: &str = " (examples are numbered as in the whole dataset)";
+
 /// Adds a note to an error of a read of the dataset that names an example: it uses the dataset's numbers.
 pub fn named(mut error: Error) -> Error {
     if matches!(error.kind, Kind::OutOfRange | Kind::NotStored) {
-        error.detail.push_str(" (examples are numbered as in the whole dataset)");
+        error.detail.push_str(NOTE);
     }
     error
 }

@@ -19,6 +19,7 @@ use crate::gather::blocks::BlockReader;
 use crate::gather::{Ints, Out, Pick};
 use crate::layout::check_example;
 use crate::layout::row::Row;
+use crate::rows::chosen::NOTE;
 use crate::rows::units::Units;
 use crate::threads::{self, Stop, Watch};
 
@@ -83,6 +84,8 @@ pub struct Several<R> {
     along: Along,
     row: Row,
     groups: usize,
+    /// For parts that are runs of one dataset: what is added to the number of an example of each part, as its errors name it.
+    shifts: Vec<u64>,
     /// Finite values that became infinite in reads without their own counter.
     overflows: AtomicU64,
 }
@@ -174,7 +177,14 @@ impl<R: Part> Several<R> {
             starts.push(end.ok_or_else(|| Error::new(Kind::Argument, "more than 2^63 examples"))?);
         }
         let along = Along::Examples { starts, groups };
-        Ok(Several { parts: reading(parts, dtype), along, row, groups: count, overflows: AtomicU64::new(0) })
+        Ok(Several {
+            parts: reading(parts, dtype),
+            along,
+            row,
+            groups: count,
+            shifts: vec![],
+            overflows: AtomicU64::new(0),
+        })
     }
 
     /// The same examples of all parts: each of `groups` is a part's number and a group's number in it.
@@ -188,7 +198,13 @@ impl<R: Part> Several<R> {
         }
         let count = groups.len();
         let (parts, along) = (reading(parts, dtype), Along::Groups(groups));
-        Ok(Several { parts, along, row, groups: count, overflows: AtomicU64::new(0) })
+        Ok(Several { parts, along, row, groups: count, shifts: vec![], overflows: AtomicU64::new(0) })
+    }
+
+    /// The same rows, whose parts are runs of one dataset without examples that are left out: errors name examples by other numbers,
+    /// which are too small by these.
+    pub fn of_one_dataset(self, shifts: Vec<u64>) -> Several<R> {
+        Several { shifts, ..self }
     }
 
     /// The parts.
@@ -249,7 +265,13 @@ impl<R: Part> Several<R> {
     /// Adds a note to an error of a read of a part that names an example: it uses the part's numbers.
     fn named(&self, mut error: Error, part: usize) -> Error {
         if let (Kind::OutOfRange | Kind::NotStored, Along::Examples { starts, .. }) = (error.kind, &self.along) {
-            let note = format!(" (examples are numbered as in part {part}, whose first is {} here)", starts[part]);
+            let note = match self.shifts.get(part) {
+                None => format!(" (examples are numbered as in part {part}, whose first is {} here)", starts[part]),
+                Some(shift) => {
+                    error.detail = error.detail.replace(NOTE, "");
+                    if *shift == 0 { String::new() } else { format!(" (add {shift} to the example's number)") }
+                }
+            };
             error.detail.push_str(&note);
         }
         error
@@ -561,6 +583,7 @@ impl<R: Part> Several<R> {
             along: self.along.clone(),
             row: Row { dtype, bytes: self.row.width * dtype.size().unwrap_or(0), ..self.row },
             groups: self.groups,
+            shifts: self.shifts.clone(),
             overflows: AtomicU64::new(0),
         })
     }
