@@ -6,6 +6,7 @@ target is absent, and the same call begins again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
@@ -86,6 +87,9 @@ def convert(
         raise ExistsError("expected nothing at the target, found a file or folder. Choose another one", path=target)
     if (source := store.files.path).is_local:
         refuse_within(target, source.local)
+    if to == "delphi" and not store.n_features:
+        raise ArgumentError("delphi: expected at least one feature: its files are named by features", path=store.path)
+    is_new = not target.parent.exists()
     make_folder(target.parent)
     work = target.with_name(f".{target.name}.actshard-latents")
     lock: Lock = locked(work)
@@ -107,6 +111,9 @@ def convert(
     finally:
         lock.release()
         remove(work)
+        if is_new:
+            with contextlib.suppress(OSError):  # not empty: the target is there
+                target.parent.rmdir()
     return target
 
 
@@ -160,8 +167,15 @@ def _bounds(store: LatentStore, n_splits: int | None) -> list[tuple[int, int]]:
     if n_splits is None and store.kind == "delphi" and all(features):
         return [(part.start, part.stop - 1) for part in features if part is not None]
     count = min(_arguments.whole(_SPLITS if n_splits is None else n_splits, "n_splits", 1), max(width, 1))
-    steps, step = np.arange(count + 1), np.float64(np.float32(width) / np.float32(count))  # torch rounds once, after a product and a sum
-    edges = np.where(steps < (count + 1) // 2, step * steps, width - step * (count - steps)).astype(np.float32).astype(np.int64)
+    steps, step = (
+        np.arange(count + 1),
+        np.float64(np.float32(width) / np.float32(count)),
+    )  # torch rounds once, after a product and a sum
+    edges = (
+        np.where(steps < (count + 1) // 2, step * steps, width - step * (count - steps))
+        .astype(np.float32)
+        .astype(np.int64)
+    )
     edges[-1] = width
     return [(int(a), int(b) - 1) for a, b in itertools.pairwise(edges) if a < b]
 
