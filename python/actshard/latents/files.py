@@ -56,24 +56,24 @@ CONFIG, KEY = "config.json", "actshard"
 """In config.json and in the metadata of parquet, ``KEY`` holds the sizes that entries do not imply."""
 _DEEPEST, _MOST_FOLDERS = 3, 1000
 _UNIT = 1 << 30
-"""Entries that the core addresses as one sequence."""
-Entries = NDArray[np.int64]
+"""IntArray that the core addresses as one sequence."""
+IntArray = NDArray[np.int64]
 
 
 class LatentPart(ABC):
-    """Entries of a store that are read on their own: a split, all tensors, or a row group."""
+    """IntArray of a store that are read on their own: a split, all tensors, or a row group."""
 
     path: Location
     count: int
     features: range | None = None
     """The only features that it may have; None if unknown."""
-    starts: Entries | None = None
+    starts: IntArray | None = None
     """The first entry of each example, and the number of entries, if a file contains them."""
     is_decoded = False
     """Whether each read decodes the whole part, unless it is still in memory."""
 
     @abstractmethod
-    def locations(self, rows: Entries) -> Entries:
+    def locations(self, rows: IntArray) -> IntArray:
         """Examples, tokens and features of entries, (n, 3).
 
         Raises:
@@ -81,7 +81,7 @@ class LatentPart(ABC):
         """
 
     @abstractmethod
-    def values(self, rows: Entries) -> NDArray[np.generic]:
+    def values(self, rows: IntArray) -> NDArray[np.generic]:
         """Values of entries, (n,), in the stored dtype."""
 
 
@@ -98,9 +98,9 @@ class LatentFiles:
     num_features: int | None
     context: int | None
     """Token positions of the longest example."""
-    lengths: Entries | None = None
+    lengths: IntArray | None = None
     """Tokens of each example; None: ``context`` each."""
-    tokens: Rows | Entries | None = None
+    tokens: Rows | IntArray | None = None
     """Token ids, (examples, context)."""
     metadata: dict[str, object] = field(default_factory=dict)
     warnings: tuple[Remark, ...] = ()
@@ -222,7 +222,7 @@ class _Tensor:
         )
 
 
-def gather(rows: Rows, numbers: Entries) -> NDArray[np.generic]:
+def gather(rows: Rows, numbers: IntArray) -> NDArray[np.generic]:
     """Rows by number, (n, width)."""
     return rows.gather(0, numbers // _UNIT, numbers % _UNIT, None, None)
 
@@ -237,12 +237,12 @@ class _TensorPart(LatentPart):
                 f"expected locations of shape (n, 3) and n values, found {locations.shape} and {values.shape}",
                 path=self.path,
             )
-        self.numbers: Entries | None = None
+        self.numbers: IntArray | None = None
         """Features by the third number of a location; None: ``features[number]``."""
         self._tensors, self._io = (locations, values), io
         self._rows = (locations.rows(io), values.rows(io)) if self.count else None
 
-    def locations(self, rows: Entries) -> Entries:
+    def locations(self, rows: IntArray) -> IntArray:
         if self._rows is None or not len(rows):
             return np.zeros((0, 3), np.int64)
         raw = gather(self._rows[0], rows)
@@ -261,7 +261,7 @@ class _TensorPart(LatentPart):
         places[:, 2] = places[:, 2] + self.features.start if self.numbers is None else self.numbers[places[:, 2]]
         return places
 
-    def values(self, rows: Entries) -> NDArray[np.generic]:
+    def values(self, rows: IntArray) -> NDArray[np.generic]:
         if self._rows is None or not len(rows):
             return np.zeros(0, self._tensors[1].dtype)
         return gather(self._rows[1], rows)[:, 0]
@@ -349,7 +349,7 @@ def _torch(module: str, folder: Location, io: str) -> LatentFiles:
     def tensor(name: str, axes: int = 1, kinds: str = "iu") -> _Tensor:
         return _Tensor(folder / name, name, files[name].value, axes, kinds)
 
-    def numbers(name: str) -> Entries:
+    def numbers(name: str) -> IntArray:
         array = files[name].array(tensor(name).array)
         return _as_numbers(array, folder / name)
 
@@ -393,7 +393,7 @@ def _torch(module: str, folder: Location, io: str) -> LatentFiles:
     )
 
 
-def _as_numbers(array: NDArray[np.generic], path: Location) -> Entries:
+def _as_numbers(array: NDArray[np.generic], path: Location) -> IntArray:
     numbers = array.astype(np.int64)
     if (numbers < 0).any():
         raise FormatError("expected numbers of at least 0", path=path)
@@ -512,7 +512,7 @@ class _TablePart(LatentPart):
             arrays.append(whole.to_numpy())
         return np.stack(arrays, axis=1)
 
-    def locations(self, rows: Entries) -> Entries:
+    def locations(self, rows: IntArray) -> IntArray:
         places = self._decode([self._roles[role] for role in ROLES[:3]])
         for axis, bounds in enumerate(self.ranges):
             column = places[:, axis]
@@ -524,7 +524,7 @@ class _TablePart(LatentPart):
                 )
         return places[rows].astype(np.int64, copy=False)
 
-    def values(self, rows: Entries) -> NDArray[np.generic]:
+    def values(self, rows: IntArray) -> NDArray[np.generic]:
         values: NDArray[np.generic] = self._decode([self._roles["value"]])[rows, 0]
         return values
 
@@ -584,7 +584,7 @@ def _record(file: ParquetFile) -> dict[str, object]:
     return record
 
 
-def _token_lists(path: Location) -> tuple[Entries | None, Entries | None]:
+def _token_lists(path: Location) -> tuple[IntArray | None, IntArray | None]:
     """Token ids, (examples, longest), padded with zeros, and their lengths."""
     folder = path / "tokens"
     files = parquet_files(folder) if folder.kind() == "folder" else []

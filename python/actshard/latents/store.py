@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 from actshard.base._arguments import many, members, one_of, shown_bytes, size, whole
 from actshard.base.errors import ArgumentError, FormatError, NoMemoryError, NotStoredError, UnknownFormatError, warn
 from actshard.base.location import Location, network_io
-from actshard.latents.files import Entries, LatentFiles, LatentPart, check_columns, gather, parse_latents, stores_at
+from actshard.latents.files import IntArray, LatentFiles, LatentPart, check_columns, gather, parse_latents, stores_at
 
 _AT_ONCE = 1 << 20
-"""Entries that are examined together."""
+"""IntArray that are examined together."""
 
 
 @dataclass(frozen=True, eq=False)
 class LatentRows:
-    """Entries of a store, as four arrays of one length.
+    """IntArray of a store, as four arrays of one length.
 
     Attributes:
         examples: example numbers, (n,) int64.
@@ -32,9 +32,9 @@ class LatentRows:
         values: (n,), in the stored dtype.
     """
 
-    examples: Entries
-    tokens: Entries
-    features: Entries
+    examples: IntArray
+    tokens: IntArray
+    features: IntArray
     values: NDArray[np.generic]
 
     def __len__(self) -> int:
@@ -47,11 +47,11 @@ class LatentRows:
 class _Runs(NamedTuple):
     """Where the entries of each example lie in a part: runs of entries, sorted by example."""
 
-    examples: Entries
-    starts: Entries
-    ends: Entries
+    examples: IntArray
+    starts: IntArray
+    ends: IntArray
 
-    def rows(self, examples: Entries) -> tuple[Entries, Entries]:
+    def rows(self, examples: IntArray) -> tuple[IntArray, IntArray]:
         """The entries of examples, and the example of each."""
         runs = _ranges(np.searchsorted(self.examples, examples), np.searchsorted(self.examples, examples, "right"))
         starts, ends = self.starts[runs], self.ends[runs]
@@ -62,8 +62,8 @@ class _Survey(NamedTuple):
     """What one pass over all locations finds."""
 
     runs: list[_Runs]
-    counts: Entries
-    """Entries of each feature."""
+    counts: IntArray
+    """IntArray of each feature."""
     num_examples: int
     context: int
 
@@ -86,7 +86,7 @@ class LatentStore:
         self.path: Path = files.path.place
         self.metadata: dict[str, object] = files.metadata
         self.warnings: tuple[str, ...] = files.warnings
-        self._by_feature: tuple[int, Entries, Entries] | None = None
+        self._by_feature: tuple[int, IntArray, IntArray] | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         files = self.files
@@ -155,7 +155,7 @@ class LatentStore:
         """All entries of an example, sorted by token and feature. Negative numbers count from the end."""
         return self.examples([example])
 
-    def examples(self, examples: Iterable[int] | Entries) -> LatentRows:
+    def examples(self, examples: Iterable[int] | IntArray) -> LatentRows:
         """All entries of examples, in the given order, then by token and feature. Reads from all parts.
 
         Raises:
@@ -243,8 +243,8 @@ class LatentStore:
         out[rows.tokens, rows.features] = rows.values
         return out
 
-    def counts(self) -> Entries:
-        """Entries of each feature, (n_features,) int64. Reads all locations once."""
+    def counts(self) -> IntArray:
+        """IntArray of each feature, (n_features,) int64. Reads all locations once."""
         counts = self._survey.counts
         self._check_memory(self.n_features * 8, "counts of all features")
         return np.concatenate([counts, np.zeros(self.n_features - len(counts), np.int64)])
@@ -275,7 +275,7 @@ class LatentStore:
             )
 
     @staticmethod
-    def _read(part: LatentPart, rows: Entries) -> LatentRows:
+    def _read(part: LatentPart, rows: IntArray) -> LatentRows:
         places = part.locations(rows)
         return LatentRows(places[:, 0], places[:, 1], places[:, 2], part.values(rows))
 
@@ -284,7 +284,7 @@ class LatentStore:
         pieces = pieces or [LatentRows(none, none, none, np.zeros(0, self.dtype))]
         return LatentRows(*(np.concatenate([getattr(p, n) for p in pieces]) for n in LatentRows.__dataclass_fields__))
 
-    def chunks(self, part: LatentPart) -> Iterator[tuple[int, Entries]]:
+    def chunks(self, part: LatentPart) -> Iterator[tuple[int, IntArray]]:
         """The locations of a part in order, checked, with the number of the first entry. Internal."""
         for first in range(0, part.count, _AT_ONCE):
             places = part.locations(np.arange(first, min(first + _AT_ONCE, part.count)))
@@ -308,7 +308,7 @@ class LatentStore:
         largest = np.array([-1, -1])
         all_runs = []
         for part in self.files.parts:
-            pieces: list[tuple[Entries, Entries]] = []
+            pieces: list[tuple[IntArray, IntArray]] = []
             previous = None
             for first, places in self.chunks(part):
                 largest = np.maximum(largest, places[:, :2].max(axis=0))
@@ -334,8 +334,8 @@ class LatentStore:
             return self._survey.runs
         return [_Runs(np.arange(len(s) - 1), s[:-1], s[1:]) for s in starts if s is not None]
 
-    def _rows_of(self, number: int, feature: int, parts: int) -> Entries:
-        """Entries of a feature in a part. The order by feature of the last part stays in memory, if it fits."""
+    def _rows_of(self, number: int, feature: int, parts: int) -> IntArray:
+        """IntArray of a feature in a part. The order by feature of the last part stays in memory, if it fits."""
         part = self.files.parts[number]
         cached = self._by_feature
         if parts > 1 or part.is_decoded or part.count * 16 > self._memory:
@@ -427,29 +427,29 @@ def _opened(
     return LatentStore(files, memory, io, columns)
 
 
-def repeats_at(rows: LatentRows) -> Entries:
+def repeats_at(rows: LatentRows) -> IntArray:
     """Positions of entries, sorted by example, token and feature, that the next one repeats."""
     same = [column[1:] == column[:-1] for column in (rows.examples, rows.tokens, rows.features)]
     return np.flatnonzero(same[0] & same[1] & same[2])
 
 
-def _ranges(starts: Entries, ends: Entries) -> Entries:
+def _ranges(starts: IntArray, ends: IntArray) -> IntArray:
     """The numbers from each start to its end, joined."""
     sizes = ends - starts
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(int(sizes.sum()))
 
 
-def _taken(rows: LatentRows, numbers: Entries) -> LatentRows:
+def _taken(rows: LatentRows, numbers: IntArray) -> LatentRows:
     return LatentRows(rows.examples[numbers], rows.tokens[numbers], rows.features[numbers], rows.values[numbers])
 
 
-def _sorted(rows: LatentRows, ranks: Entries) -> LatentRows:
+def _sorted(rows: LatentRows, ranks: IntArray) -> LatentRows:
     """By rank, then by example, token and feature. Stable."""
     return _taken(rows, np.lexsort((rows.features, rows.tokens, rows.examples, ranks)))
 
 
-def _added(a: Entries, b: Entries) -> Entries:
+def _added(a: IntArray, b: IntArray) -> IntArray:
     """The sum of counts, of which one may have more features."""
     total, other = (a.copy(), b) if len(a) > len(b) else (b.copy(), a)
     total[: len(other)] += other

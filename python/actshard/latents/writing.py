@@ -41,7 +41,7 @@ from actshard.latents.store import LatentRows, LatentStore
 _EXAMPLES = 256
 """Examples that are read and written together."""
 _GROUP = 1 << 20
-"""Entries of a row group."""
+"""IntArray of a row group."""
 _SPLITS = 5
 """As CacheConfig.n_splits of delphi."""
 _ALIGN = 8
@@ -56,7 +56,7 @@ def convert(
     n_splits: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> Path:
-    """Writes sparse latents in another form. Entries are written in order of example, token and feature.
+    """Writes sparse latents in another form. IntArray are written in order of example, token and feature.
 
     Args:
         src: a path, as for :func:`actshard.latents.open`, or a store.
@@ -115,9 +115,6 @@ def convert(
             with contextlib.suppress(OSError):  # not empty: the target is there
                 target.parent.rmdir()
     return target
-
-
-Batches = Callable[[], Iterator[LatentRows]]
 
 
 def _cast(rows: LatentRows, dtype: np.dtype[np.generic], store: LatentStore) -> LatentRows:
@@ -181,7 +178,11 @@ def _bounds(store: LatentStore, n_splits: int | None) -> list[tuple[int, int]]:
 
 
 def _write_delphi(
-    store: LatentStore, folder: Path, dtype: np.dtype[np.generic], bounds: list[tuple[int, int]], batches: Batches
+    store: LatentStore,
+    folder: Path,
+    dtype: np.dtype[np.generic],
+    bounds: list[tuple[int, int]],
+    batches: Callable[[], Iterator[LatentRows]],
 ) -> None:
     firsts = np.array([first for first, _ in bounds], np.int64)
     sizes, largest = np.zeros(len(bounds), np.int64), np.full((len(bounds), 3), -1)
@@ -257,7 +258,9 @@ def safetensors_layout(
 # -- torch ---------------------------------------------------------------------------------------------------------
 
 
-def _write_torch(store: LatentStore, folder: Path, dtype: np.dtype[np.generic], batches: Batches) -> None:
+def _write_torch(
+    store: LatentStore, folder: Path, dtype: np.dtype[np.generic], batches: Callable[[], Iterator[LatentRows]]
+) -> None:
     count, features = store.n_activations, store.n_features
     files = {}
     for name, tensor in (
@@ -305,7 +308,9 @@ def _write_torch(store: LatentStore, folder: Path, dtype: np.dtype[np.generic], 
 # -- parquet -------------------------------------------------------------------------------------------------------
 
 
-def _write_parquet(store: LatentStore, folder: Path, dtype: np.dtype[np.generic], batches: Batches) -> None:
+def _write_parquet(
+    store: LatentStore, folder: Path, dtype: np.dtype[np.generic], batches: Callable[[], Iterator[LatentRows]]
+) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
