@@ -23,6 +23,7 @@ from actshard import latents
 from actshard.formats.torch_zip import torch_bytes
 from actshard.latents import writing
 from doc_scenes import delphi_splits
+from served import served
 from shell import run_command
 
 KINDS = ("delphi", "torch", "parquet")
@@ -662,3 +663,12 @@ def test_commands_and_errors_name_sparse_latents(tmp_path: Path) -> None:
         latents.open(tmp_path / "none")
     with pytest.raises(actshard.NotStoredError, match="no token ids"):
         latents.open(tmp_path / "parquet").tokens(0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_bucket_is_read_as_a_folder(kind: str, tmp_path: Path) -> None:
+    oracle = made(2, (6, 4, 10), 0.5)
+    written(kind, tmp_path / "bucket" / kind, oracle, [0, 5, 10])
+    with served(tmp_path) as server:
+        store = latents.open(f"s3://bucket/{kind}", storage_options=server.options)
+        assert_same(store, oracle, exact=kind != "parquet")

@@ -56,12 +56,12 @@ CONFIG, KEY = "config.json", "actshard"
 """In config.json and in the metadata of parquet, ``KEY`` holds the sizes that entries do not imply."""
 _DEEPEST, _MOST_FOLDERS = 3, 1000
 _UNIT = 1 << 30
-"""IntArray that the core addresses as one sequence."""
+"""Entries that the core addresses as one sequence."""
 IntArray = NDArray[np.int64]
 
 
 class LatentPart(ABC):
-    """IntArray of a store that are read on their own: a split, all tensors, or a row group."""
+    """Entries of a store that are read on their own: a split, all tensors, or a row group."""
 
     path: Location
     count: int
@@ -223,7 +223,12 @@ class _Tensor:
 
 
 def gather(rows: Rows, numbers: IntArray) -> NDArray[np.generic]:
-    """Rows by number, (n, width)."""
+    """Rows by number, (n, width). Consecutive ones are a view of a mapped file."""
+    unit, first, last = int(numbers[0]) // _UNIT, int(numbers[0]) % _UNIT, int(numbers[-1]) % _UNIT
+    if last - first + 1 == len(numbers) and (len(numbers) == 1 or (np.diff(numbers) == 1).all()):
+        view = rows.view(0, unit)
+        if view is not None:
+            return view[first : last + 1]
     return rows.gather(0, numbers // _UNIT, numbers % _UNIT, None, None)
 
 

@@ -18,12 +18,12 @@ from actshard.base.location import Location, network_io
 from actshard.latents.files import IntArray, LatentFiles, LatentPart, check_columns, gather, parse_latents, stores_at
 
 _AT_ONCE = 1 << 20
-"""IntArray that are examined together."""
+"""Entries that are examined together."""
 
 
 @dataclass(frozen=True, eq=False)
 class LatentRows:
-    """IntArray of a store, as four arrays of one length.
+    """Entries of a store, as four arrays of one length.
 
     Attributes:
         examples: example numbers, (n,) int64.
@@ -63,7 +63,7 @@ class _Survey(NamedTuple):
 
     runs: list[_Runs]
     counts: IntArray
-    """IntArray of each feature."""
+    """Entries of each feature."""
     num_examples: int
     context: int
 
@@ -244,7 +244,7 @@ class LatentStore:
         return out
 
     def counts(self) -> IntArray:
-        """IntArray of each feature, (n_features,) int64. Reads all locations once."""
+        """Entries of each feature, (n_features,) int64. Reads all locations once."""
         counts = self._survey.counts
         self._check_memory(self.n_features * 8, "counts of all features")
         return np.concatenate([counts, np.zeros(self.n_features - len(counts), np.int64)])
@@ -335,7 +335,7 @@ class LatentStore:
         return [_Runs(np.arange(len(s) - 1), s[:-1], s[1:]) for s in starts if s is not None]
 
     def _rows_of(self, number: int, feature: int, parts: int) -> IntArray:
-        """IntArray of a feature in a part. The order by feature of the last part stays in memory, if it fits."""
+        """Entries of a feature in a part. The order by feature of the last part stays in memory, if it fits."""
         part = self.files.parts[number]
         cached = self._by_feature
         if parts > 1 or part.is_decoded or part.count * 16 > self._memory:
@@ -343,7 +343,9 @@ class LatentStore:
             return np.concatenate([np.zeros(0, np.int64), *found])
         if cached is None or cached[0] != number:
             features = np.concatenate([np.zeros(0, np.int64), *(places[:, 2] for _, places in self.chunks(part))])
-            order = np.argsort(features, kind="stable")
+            keys = features - features.min(initial=feature)
+            keys = keys.astype(np.min_scalar_type(int(keys.max(initial=0))))  # numpy sorts 16 bits in linear time
+            order = np.argsort(keys, kind="stable")
             cached = self._by_feature = (number, features[order], order)
         first, last = np.searchsorted(cached[1], [feature, feature + 1])
         return cached[2][first:last]

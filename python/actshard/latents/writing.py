@@ -41,7 +41,7 @@ from actshard.latents.store import LatentRows, LatentStore
 _EXAMPLES = 256
 """Examples that are read and written together."""
 _GROUP = 1 << 20
-"""IntArray of a row group."""
+"""Entries of a row group."""
 _SPLITS = 5
 """As CacheConfig.n_splits of delphi."""
 _ALIGN = 8
@@ -56,7 +56,7 @@ def convert(
     n_splits: int | None = None,
     dtype: DTypeLike | None = None,
 ) -> Path:
-    """Writes sparse latents in another form. IntArray are written in order of example, token and feature.
+    """Writes sparse latents in another form. Entries are written in order of example, token and feature.
 
     Args:
         src: a path, as for :func:`actshard.latents.open`, or a store.
