@@ -127,7 +127,7 @@ def assert_same(store: latents.LatentStore, oracle: Oracle, *, exact: bool = Tru
         assert_rows(store.feature(feature), oracle.where(oracle.locations[:, 2] == feature))
     for batch in (1, 3, examples + 1):
         batches = list(store.stream(batch))
-        assert len(batches) == -(-examples // batch)
+        assert len(batches) == -(-len(np.unique(oracle.locations[:, 0])) // batch)
         joined = [
             np.concatenate([np.zeros(0), *(getattr(b, n) for b in batches)])
             for n in ("examples", "tokens", "features", "values")
@@ -301,6 +301,22 @@ def test_a_hostile_name_allocates_nothing(tmp_path: Path) -> None:
     for verb in (store.counts, lambda: store.dense(0)):
         with pytest.raises(actshard.NoMemoryError):
             verb()
+
+
+@pytest.mark.parametrize("number", [2**40, 2**62 - 1])
+def test_large_example_numbers_neither_hang_nor_allocate(number: int, tmp_path: Path) -> None:
+    columns = {"example": [3, number], "token": [0, 1], "feature": [3, 4], "value": [1.0, 2.0]}
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    store = latents.open(tmp_path / "a.parquet")
+    assert store.n_examples == number + 1
+    assert [rows.examples.tolist() for rows in store.stream(1)] == [[3], [number]]
+    assert latents.verify(tmp_path / "a.parquet", deep=True).ok
+    with pytest.raises(actshard.NoMemoryError):
+        latents.convert(store, tmp_path / "b", "torch")
+    with pytest.raises(actshard.ArgumentError, match=r"below 2\*\*32"):
+        latents.convert(store, tmp_path / "b", "delphi")
+    copy = latents.open(latents.convert(store, tmp_path / "b", "parquet"))
+    assert copy.example(number).values.tolist() == [2.0]
 
 
 def test_the_shuffled_stream_is_a_permutation_that_only_the_seed_chooses(tmp_path: Path) -> None:

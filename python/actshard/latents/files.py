@@ -339,7 +339,7 @@ def _sizes(value: object, path: Location) -> dict[str, int]:
     """Sizes that a writer of actshard recorded."""
     if value is None:
         return {}
-    if not isinstance(value, dict) or not all(type(n) is int and 0 <= n < 1 << 62 for n in value.values()):
+    if not isinstance(value, dict) or not all(type(n) is int and 0 <= n <= 1 << 62 for n in value.values()):
         raise FormatError(f"{KEY}: expected an object of sizes, found {value!r:.80}", path=path)
     return {name: value[name] for name in ("num_examples", "num_features", "context") if name in value}
 
@@ -560,7 +560,11 @@ def _parquet(module: str, path: Location, memory: int, columns: Mapping[str, str
         bounds = [part.ranges[axis] for part in parts]
         largest.append(None if None in bounds else max((pair[1] + 1 for pair in bounds if pair), default=0))
     sizes = _sizes(record.get("sizes"), paths[0])
-    tokens, lengths = _token_lists(path) if path.kind() == "folder" else (None, None)
+    tokens, lengths = _token_lists(path, memory) if path.kind() == "folder" else (None, None)
+    if lengths is not None and sizes.setdefault("num_examples", len(lengths)) != len(lengths):
+        raise FormatError(
+            f"expected the tokens of {sizes['num_examples']} examples, found {len(lengths)}", path=path / "tokens"
+        )
     metadata = record.get("metadata", {})
     return LatentFiles(
         "parquet",
@@ -589,24 +593,35 @@ def _record(file: ParquetFile) -> dict[str, object]:
     return record
 
 
-def _token_lists(path: Location) -> tuple[IntArray | None, IntArray | None]:
+def _token_lists(path: Location, memory: int) -> tuple[IntArray | None, IntArray | None]:
     """Token ids, (examples, longest), padded with zeros, and their lengths."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
     folder = path / "tokens"
     files = parquet_files(folder) if folder.kind() == "folder" else []
     if not files:
         return None, None
     file = ParquetFile(files[0])
-    if "tokens" not in file.leaves:
-        raise FormatError("expected a column 'tokens'", path=file.path)
-    lists = [row for g in range(file.footer.num_groups) for row in file.read(g, ["tokens"])["tokens"].to_pylist()]
-    try:
-        arrays = [np.array(row, np.int64).reshape(-1) for row in lists]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise FormatError("tokens: expected lists of integers", path=file.path) from error
-    lengths = np.array([len(array) for array in arrays], np.int64)
-    ids = np.zeros((len(arrays), int(lengths.max(initial=0))), np.int64)
-    for row, array in zip(ids, arrays, strict=True):
-        row[: len(array)] = array
+    if "tokens" not in file.leaves or not file.schema.field("tokens").type.equals(pa.list_(pa.int64())):
+        raise FormatError("expected a column 'tokens' of lists of int64", path=file.path)
+    column = pa.chunked_array(
+        [chunk for g in range(file.footer.num_groups) for chunk in file.read(g, ["tokens"])["tokens"].chunks],
+        pa.list_(pa.int64()),
+    )
+    values = pc.list_flatten(column)
+    if column.null_count or values.null_count:
+        raise FormatError("tokens: expected numbers, found null", path=file.path)
+    lengths = pc.list_value_length(column).to_numpy().astype(np.int64)
+    longest = int(lengths.max(initial=0))
+    if len(lengths) * longest * 8 > memory:
+        raise NoMemoryError(
+            f"tokens: expected at most {shown_bytes(memory)}, found {len(lengths)} examples of up to {longest} tokens. Open it "
+            "with a larger memory=",
+            path=file.path,
+        )
+    ids = np.zeros((len(lengths), longest), np.int64)
+    ids[np.arange(longest) < lengths[:, None]] = values.to_numpy()
     return ids, lengths
 
 

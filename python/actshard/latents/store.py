@@ -192,25 +192,26 @@ class LatentStore:
     def stream(
         self, batch: int = 64, *, shuffle: bool = False, seed: int = 0, epoch: int = 0, first: int = 0
     ) -> Iterator[LatentRows]:
-        """Yields the entries of ``batch`` examples at a time, each as :meth:`examples` returns them.
+        """Yields the entries of ``batch`` examples at a time, as :meth:`examples` returns them, without examples that have none.
 
         Args:
             batch: examples per batch.
-            shuffle: permute the examples. The order depends only on the number of examples, ``seed`` and ``epoch``.
+            shuffle: permute the examples. The order depends only on the number of examples with entries, ``seed`` and ``epoch``.
             seed: of the permutation.
             epoch: another permutation for each.
             first: the first batch, to continue a stream that was interrupted.
         """
         batch, first = whole(batch, "batch", 1), whole(first, "first")
-        count = self.n_examples
-        order = None
-        if shuffle and count > 1:
+        present = np.unique(
+            np.concatenate([np.zeros(0, np.int64), *(r.examples[r.ends > r.starts] for r in self._runs)])
+        )
+        if shuffle and len(present) > 1:
             from actshard.tokens.orders import permutation
 
-            order = permutation("feistel", count, whole(seed, "seed")).of_epoch(whole(epoch, "epoch"))
-        for start in range(first * batch, count, batch):
-            numbers = np.arange(start, min(start + batch, count))
-            yield self.examples(numbers if order is None else order(numbers))
+            order = permutation("feistel", len(present), whole(seed, "seed")).of_epoch(whole(epoch, "epoch"))
+            present = present[order(np.arange(len(present)))]
+        for start in range(first * batch, len(present), batch):
+            yield self.examples(present[start : start + batch])
 
     def dense(self, example: int) -> NDArray[np.generic]:
         """The values of an example as an array (T, n_features), with zeros for features without an entry.
@@ -246,7 +247,7 @@ class LatentStore:
     def counts(self) -> IntArray:
         """Entries of each feature, (n_features,) int64. Reads all locations once."""
         counts = self._survey.counts
-        self._check_memory(self.n_features * 8, "counts of all features")
+        self.check_memory(self.n_features * 8, "counts of all features")
         return np.concatenate([counts, np.zeros(self.n_features - len(counts), np.int64)])
 
     def density(self) -> NDArray[np.float64]:
@@ -266,7 +267,8 @@ class LatentStore:
     def _number(self, example: int) -> int:
         return int(members([example], self.n_examples, "example", self.path)[0])
 
-    def _check_memory(self, needed: int, what: str) -> None:
+    def check_memory(self, needed: int, what: str) -> None:
+        """Raises NoMemoryError for an array of more bytes than the store may take. Internal."""
         if needed > self._memory:
             raise NoMemoryError(
                 f"{what}: expected at most {shown_bytes(self._memory)}, found {shown_bytes(needed)}. Open the store with a "
@@ -312,14 +314,14 @@ class LatentStore:
             previous = None
             for first, places in self.chunks(part):
                 largest = np.maximum(largest, places[:, :2].max(axis=0))
-                self._check_memory(8 * (int(places[:, 2].max()) + 1), "counts of all features")
+                self.check_memory(8 * (int(places[:, 2].max()) + 1), "counts of all features")
                 counts = _added(counts, np.bincount(places[:, 2]))
                 examples = np.ascontiguousarray(places[:, 0])
                 is_start = np.append(examples[0] != previous, np.diff(examples) != 0)
                 heads, previous = np.flatnonzero(is_start), examples[-1]
                 pieces.append((examples[heads], first + heads))
                 used += 24 * len(heads)
-                self._check_memory(used, "index of examples")
+                self.check_memory(used, "index of examples")
             examples, starts = (np.concatenate([np.zeros(0, np.int64), *(p[k] for p in pieces)]) for k in (0, 1))
             ends = np.append(starts[1:], part.count)[: len(starts)]
             order = np.argsort(examples, kind="stable")

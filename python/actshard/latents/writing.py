@@ -262,6 +262,7 @@ def _write_torch(
     store: LatentStore, folder: Path, dtype: np.dtype[np.generic], batches: Callable[[], Iterator[LatentRows]]
 ) -> None:
     count, features = store.n_activations, store.n_features
+    store.check_memory(16 * (store.n_examples + features), "sizes of all examples and features")
     files = {}
     for name, tensor in (
         ("activations", NewTensor(name_of(dtype), (count,))),
