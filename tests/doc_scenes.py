@@ -5,6 +5,7 @@ A scene is a function that makes files in an empty folder, which is the current 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import warnings
@@ -17,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pyarrow.compute
 import pytest
+from safetensors.numpy import save_file
 
 import actshard
 from actshard import tokens
@@ -244,6 +246,29 @@ def plain(folder: Path) -> dict[str, Any]:
 def verifying(folder: Path) -> dict[str, Any]:
     common(folder)
     return {"path": folder / "data"}
+
+
+def delphi_splits(folder: Path, locations: Array, values: Array, edges: list[int], tokens: Array | None) -> None:
+    """Writes splits as save_splits of delphi/latents/cache.py; ``edges``: the first feature of each, and the end of the last."""
+    for first, end in itertools.pairwise(edges):
+        chosen = (locations[:, 2] >= first) & (locations[:, 2] < end)
+        places = locations[chosen] - [0, 0, first]
+        is_small = places[:, 2].max(initial=0) < 2**16 and places[:, 0].max(initial=0) < 2**16
+        split = {"locations": places.astype(np.uint16 if is_small else np.uint32), "activations": values[chosen]}
+        save_file(split | ({} if tokens is None else {"tokens": tokens}), folder / f"{first}_{end - 1}.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_name": "EleutherAI/pythia-160m", "ctx_len": 16}))
+
+
+def sparse_latents(folder: Path) -> dict[str, Any]:
+    """Two modules of delphi: 40 examples of 16 tokens, 100 features in 5 splits."""
+    rng = np.random.default_rng(0)
+    for module in ("layers.5", "layers.8"):
+        (folder / "run/latents" / module).mkdir(parents=True)
+        locations = np.argwhere(rng.random((40, 16, 100)) < 0.1)
+        values = rng.random(len(locations)).astype(np.float16)
+        tokens = rng.integers(0, 50_000, (40, 16))
+        delphi_splits(folder / "run/latents" / module, locations, values, [0, 20, 40, 60, 80, 100], tokens)
+    return {}
 
 
 def torch_file(folder: Path) -> dict[str, Any]:

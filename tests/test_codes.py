@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from safetensors.numpy import save_file
 
 import actshard
 from actshard import _native, tokens
@@ -184,6 +185,15 @@ def skipping(folder: Path) -> Path:
     return path
 
 
+def latent_splits(locations: list[list[int]]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        arrays = {"locations": np.array(locations, np.uint16), "activations": np.ones(len(locations), np.float16)}
+        save_file(arrays, folder / "0_3.safetensors")
+        return folder
+
+    return make
+
+
 FINDINGS: dict[str, Callable[[Path], Path]] = {
     "other-rows": other_rows,
     "other-file": other_file,
@@ -208,6 +218,8 @@ FINDINGS: dict[str, Callable[[Path], Path]] = {
     "integer-rows": bits_as_integers,
     "unread-object": torch_folder("hostile/lookup_only.pt", "t"),
     "record-checksum": torch_folder("hostile/crc_wrong.pt", "h"),
+    "latent-location": latent_splits([[0, 0, 1], [0, 0, 4]]),
+    "duplicate-latent": latent_splits([[0, 0, 1], [0, 0, 1]]),
     "token-range": cache(IDS, {"input_ids": [1, 9]}, metadata={"vocab_size": 9}),
     "mask-value": cache(IDS | {"assistant_masks": np.int32}, {"input_ids": [1, 2], "assistant_masks": [0, 2]}),
     "null-row": with_null,

@@ -38,6 +38,7 @@ FORMATS = {
     "hallulens": Page(scenes.hallulens),
     "hf_arrow": Page(scenes.hf_arrow),
     "jkminder": Page(scenes.pairs),
+    "latents": Page(scenes.sparse_latents, 11),
     "layout": Page(scenes.described),
     "modelopt": Page(scenes.deepspec_cache),
     "plain": Page(scenes.plain),

@@ -15,7 +15,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "python/actshard"
 PUBLIC = (
-    "actshard", "actshard.plan", "actshard.plot",
+    "actshard", "actshard.latents", "actshard.plan", "actshard.plot",
     "actshard.tokens", "actshard.torch", "actshard.jax", "actshard.hf", "actshard.formats",
     *sorted(
         f"actshard.compat.{path.stem}"

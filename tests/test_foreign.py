@@ -117,7 +117,6 @@ STORES = {
     "records of TensorFlow": ["a.tfrecord-00000-of-00001"],
     "an ArrayRecord": ["a.array_record"],
     "a repository of Icechunk": ["refs/branch.main", "snapshots/1", "manifests/1"],
-    "sparse latents of diffing-toolkit": ["activations.pt", "indices.pt", "ranges.pt"],
     "weights of an adapter": ["adapter_config.json", "adapter_model.safetensors"],
     "weights of a sparse autoencoder": ["cfg.json", "sae_weights.safetensors"],
     "weights of a model": ["config.json", "model-00001-of-00002.safetensors"],

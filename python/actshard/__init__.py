@@ -56,7 +56,7 @@ from actshard.writing.converting import Conversion, convert
 from actshard.writing.merging import merge
 
 if TYPE_CHECKING:
-    from actshard import plan, plot, tokens
+    from actshard import latents, plan, plot, tokens
     from actshard.looking.reporting import report
     from actshard.looking.sampled.separability import Separability
     from actshard.looking.sampled.similarity import Similarity
@@ -143,6 +143,7 @@ __all__ = [
     "convert",
     "create",
     "estimate",
+    "latents",
     "merge",
     "mix",
     "open",
@@ -179,7 +180,7 @@ _ON_FIRST_USE = {name: module for module, names in _MODULES.items() for name in 
 
 
 def __getattr__(name: str) -> object:
-    if name in ("plan", "plot", "tokens"):
+    if name in ("latents", "plan", "plot", "tokens"):
         return importlib.import_module(f"actshard.{name}")
     if name not in _ON_FIRST_USE:
         raise AttributeError(f"module 'actshard' has no attribute {name!r}")

@@ -293,6 +293,20 @@ FINDINGS: dict[str, tuple[Code, ...]] = {
             "see the message",
         ),
         Code(
+            "latent-location",
+            ERROR,
+            "An entry of sparse latents has an example, token or feature that the store does not have.",
+            "Reading it, or all entries, raises an error.",
+            "write the file again: uint16 locations wrap above 65,535",
+        ),
+        Code(
+            "duplicate-latent",
+            ERROR,
+            "A token has two values of one feature, or two files contain one feature.",
+            "Counts are too high; a dense array is refused.",
+            "write the latents again",
+        ),
+        Code(
             "token-range",
             ERROR,
             "Token ids are negative, or exceed the tokenizer's vocabulary.",

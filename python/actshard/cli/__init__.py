@@ -152,8 +152,9 @@ def info_command(
         output(json, lambda: caches.about(tokens) | whence(location), lambda: caches.show_info(tokens))
         return
     from actshard.cli import info as verb
+    from actshard.cli.latents import opened
 
-    store = actshard.open(location, format, layout=layout, incomplete=incomplete)
+    store = opened(location, format, layout, incomplete)
     output(json, lambda: verb.about(store), lambda: verb.show(store))
 
 
@@ -186,8 +187,9 @@ def head_command(
         output(json, lambda: caches.rows(tokens, n, decoder), lambda: caches.show_rows(tokens, n, decoder))
         return
     from actshard.cli import head as verb
+    from actshard.cli.latents import opened
 
-    store = actshard.open(location, format, layout=layout, incomplete=incomplete)
+    store = opened(location, format, layout, incomplete)
     verb.refuse_options_of_caches(store, *["--tokenizer"] * bool(tokenizer), *["--text"] * text)
     output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
 

@@ -9,8 +9,10 @@ import numpy as np
 from actshard.base._arguments import many
 from actshard.base.errors import ArgumentError
 from actshard.base.layers import plain
+from actshard.cli import latents
 from actshard.cli._format import console, one_line
 from actshard.cli._tables import TableColumn, show_table
+from actshard.latents import LatentStore
 from actshard.reading.store import Store
 
 if TYPE_CHECKING:
@@ -24,8 +26,10 @@ _TEXTS = ("text", "text_preview", "prompt", "response")
 _SHOWN = (*_TEXTS, "label", "hallu_label", "split", "sample_key")
 
 
-def rows(store: Store, n: int) -> list[dict[str, Any]]:
+def rows(store: Store | list[LatentStore], n: int) -> list[dict[str, Any]]:
     """Returns the first examples: text, label, number of tokens, and each layer's norm at the last token."""
+    if isinstance(store, list):
+        return latents.rows(store, n)
     n = min(n, store.num_examples)
     columns = [name for name in _SHOWN if name in store.contents.column_names]
     table = first_rows(store, columns, n).to_pydict() if columns else {}
@@ -46,7 +50,7 @@ def rows(store: Store, n: int) -> list[dict[str, Any]]:
     return records
 
 
-def refuse_options_of_caches(store: Store, *options: str) -> None:
+def refuse_options_of_caches(store: Store | list[LatentStore], *options: str) -> None:
     """Checks that no option of token caches is used: only their rows are decoded.
 
     Args:
@@ -60,7 +64,7 @@ def refuse_options_of_caches(store: Store, *options: str) -> None:
         raise ArgumentError(
             f"{', '.join(options)}: expected a token cache, found a dataset of activations. Leave it out; `actshard top` decodes "
             "tokens.",
-            path=store.path,
+            path=store[0].path if isinstance(store, list) else store.path,
         )
 
 
@@ -70,8 +74,11 @@ def first_rows(store: Store, columns: list[str], n: int) -> pa.Table:
     return head(columns, n) if head is not None else store.read_columns(columns).slice(0, n)
 
 
-def show(store: Store, n: int) -> None:
+def show(store: Store | list[LatentStore], n: int) -> None:
     """Prints the first examples."""
+    if isinstance(store, list):
+        latents.show_rows(store, n)
+        return
     records = rows(store, n)
     out = console()
     column_names = [name for name in _SHOWN if records and name in records[0]]

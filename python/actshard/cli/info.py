@@ -11,7 +11,9 @@ from actshard.base.errors import ActshardError, FormatError, MissingFileError
 from actshard.base.layers import listing
 from actshard.base.location import Location
 from actshard.base.storage import Remote
+from actshard.cli import latents
 from actshard.cli._format import one_line, show_facts, size
+from actshard.latents import LatentStore
 from actshard.reading.finding import find_any
 from actshard.reading.store import Store
 from actshard.writing.staging import origin
@@ -31,8 +33,10 @@ def whence(path: Any) -> dict[str, Any]:
     return {} if source is None else {"staged_from": source}
 
 
-def about(store: Store) -> dict[str, Any]:
+def about(store: Store | list[LatentStore]) -> dict[str, Any]:
     """Returns a dataset's properties as plain values."""
+    if isinstance(store, list):
+        return latents.about(store)
     return store.info() | whence(store.path)
 
 
@@ -59,8 +63,11 @@ def _what_lies(location: Location) -> str:
     return f"it is a {format} dataset, which needs no description: actshard.open reads it"
 
 
-def show(store: Store) -> None:
+def show(store: Store | list[LatentStore]) -> None:
     """Prints a dataset's properties."""
+    if isinstance(store, list):
+        latents.show_info(store)
+        return
     about = store.info()
     provenance = whence(store.path)
     staged = provenance.get("staged_from")

@@ -40,7 +40,6 @@ def _written_again(loop: str) -> str:
 
 PAGE = "a web page"
 _CAPTURED = "actshard.capture runs a model, and writes its activations"
-_LATENTS = _written_again("multiply each example's latents by the decoder")
 _LANCE = FileKind("a dataset of Lance", _written_again("iterate over lance.dataset(FOLDER).to_batches()"))
 
 _FOLDERS: tuple[FolderKind, ...] = (
@@ -93,7 +92,6 @@ _FOLDERS: tuple[FolderKind, ...] = (
         ("*.array_record*",),
         FileKind("an ArrayRecord", _written_again("iterate over grain.sources.ArrayRecordDataSource(PATHS)")),
     ),
-    FolderKind(("activations.pt", "ranges.pt", "indices.pt"), FileKind("sparse latents of diffing-toolkit", _LATENTS)),
     FolderKind(("adapter_config.json",), FileKind("weights of an adapter (PEFT), not activations", _CAPTURED)),
     FolderKind(
         ("cfg.json", "sae*.safetensors"), FileKind("weights of a sparse autoencoder, not activations", _CAPTURED)
@@ -187,7 +185,7 @@ _BYTES: tuple[tuple[Callable[[bytes], bool], tuple[str, ...], FileKind], ...] = 
     (
         lambda data: _is_safetensors(data) and b'"locations":' in data and b'"activations":' in data,
         (),
-        FileKind("sparse latents of delphi", _LATENTS),
+        FileKind("sparse latents of delphi", "actshard.latents.open reads a folder of the files of save_splits"),
     ),
     (_is_safetensors, (".safetensors",), FileKind("a safetensors file", "give it the extension .safetensors")),
     (

@@ -380,6 +380,8 @@ def _explained(root: Location, evidence: Mapping[str, Evidence]) -> str:
     kind, entries = root.kind(), _entries(root)
     if entries == []:
         return "an empty folder"
+    if (latents := latents_at(root)) is not None:
+        return f"sparse latents ({latents}), which are a store of their own kind: actshard.latents.open reads them"
     damaged = [] if entries is None else remaining({entry.name for entry in entries})
     reasons = _reasons({name: e for name, e in evidence.items() if e.near and name not in damaged})
     reasons += [f"perhaps a damaged {name} dataset: {_looked(evidence[name])}" for name in damaged]
@@ -433,6 +435,16 @@ def _reasons(evidence: Mapping[str, Evidence]) -> list[str]:
             failed.setdefault(e.found, []).append(name)
     looked = [f"{name}: {_looked(e)}" for name, e in evidence.items() if e.looked_for != _any_of(name)]
     return looked + [f"{', '.join(names)}: {error}" for error, names in failed.items()]
+
+
+def latents_at(root: Location) -> str | None:
+    """The kind of sparse latents at a path that no format recognises; None for other paths."""
+    from actshard.latents.files import stores_at
+
+    with contextlib.suppress(ActshardError):
+        latents = stores_at(root)
+        return None if latents is None else latents[0]
+    return None
 
 
 def _any_of(name: str) -> str:

@@ -22,7 +22,7 @@ from actshard.base.walking import find_cache, is_cache_itself
 from actshard.formats.contents import Contents
 from actshard.formats.format import names_layers
 from actshard.formats.report import Finding, Report
-from actshard.reading.finding import check_finished, existing_anywhere, find, find_any, remaining
+from actshard.reading.finding import check_finished, existing_anywhere, find, find_any, latents_at, remaining
 from actshard.reading.opening import check_supported, open_quietly
 from actshard.reading.store import Store
 
@@ -33,6 +33,10 @@ Values = Callable[[Store, Report, Callable[[str, int, int], object]], None]
 """Checks every value of a store."""
 
 __all__ = ["CODES", "Finding", "Report", "verify"]
+
+
+_LATENTS = "latents"
+"""Sparse latents, which are no format: a store of their own kind."""
 
 
 class _Codes(Mapping[str, tuple[str, str, str]]):
@@ -213,6 +217,11 @@ def _check(
     if dataset is None:
         return
     root, format = dataset
+    if format == _LATENTS:
+        from actshard.latents.checking import check_latents
+
+        check_latents(root, report, tell)
+        return
     report.path, report.format = root.place, format
     root.list_below()
     dataset_format = formats.get(format)
@@ -323,6 +332,8 @@ def _find(root: Location) -> tuple[Location, str]:
     except UnknownFormatError as error:
         if error.candidates or error.ambiguous:
             raise
+        if latents_at(root) is not None:
+            return root, _LATENTS
         # A broken dataset may only be recognised by its remaining files.
         guessed = _guess(root)
         if guessed is None:
