@@ -131,7 +131,7 @@ def indexed(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """What is kept of a folder of three parts and twelve files."""
     from actshard.base.location import Location
     from actshard.formats.contents import Options
-    from actshard.formats.specforge.files import FOLDER
+    from actshard.formats.specforge import FOLDER
 
     dataset = FOLDER.dataset(Location.at(path), Options("pread"))
     assert dataset.keys is not None
@@ -142,7 +142,7 @@ def indexed(path: Path) -> tuple[dict[str, Any], list[Any]]:
 
 def test_an_index_with_impossible_numbers_is_not_used() -> None:
     """Every header field and array, one at a time."""
-    from actshard.formats.specforge.files import FOLDER
+    from actshard.formats.specforge import FOLDER
 
     header, arrays = indexed(DRAFT / "specforge_eagle3")
     n = len(arrays[0])
@@ -203,7 +203,8 @@ def test_rows_outside_of_files_are_errors(tmp_path: Path, parsed: list[int], mon
 @pytest.fixture
 def headers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of files of the openings of speculators' data that read their headers."""
-    from actshard.formats.speculators import keeping, read
+    from actshard.formats.speculators import read
+    from actshard.formats.speculators import read as keeping
 
     counted: list[int] = []
     original = read.all_states

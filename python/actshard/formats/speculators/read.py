@@ -7,7 +7,9 @@ stored; the last is named ``"last"``: the verifier's last hidden state, before i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence, Set
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,22 +26,86 @@ from actshard.base.errors import ActshardError, FormatError, NotStoredError, bou
 from actshard.base.layers import Layer, is_one, stored
 from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
-from actshard.formats.per_token import LAST, TokenColumns
+from actshard.formats.format import Tell
+from actshard.formats.kept import LEAST_FILES, KeptIndex, Listing
+from actshard.formats.per_token import LAST, TokenColumns, wrong_values
+from actshard.formats.report import Report
 from actshard.formats.speculators.files import (
+    FLOATS,
     FOLDER,
     IDS,
     INFO,
     LAYERS,
+    SCALED,
+    SCALES,
     STATE,
     STATES,
     AllStates,
+    StatesFile,
     all_states,
     data_files,
 )
-from actshard.formats.speculators.keeping import states_of_rows
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import pyarrow as pa
+
+
+# The cached index of speculators' training data: numbers of tokens and offsets of states, if all files are usable and unscaled.
+#
+# The shape and dtype are the same in all files. Offsets are checked against files when rows are read.
+
+
+_VERSION = 1
+_FURTHEST = 1 << 40
+
+
+def states_of_rows(
+    root: Location, paths: Sequence[Location], tokens: NDArray[np.int64], keep: bool, read: Callable[[], AllStates]
+) -> AllStates:
+    """The states of all rows: from the cached index, or from ``read``, whose result is then cached."""
+    if not keep or not root.is_local or len(paths) < LEAST_FILES:
+        return read()
+    listing = Listing(root)
+    listing.entries(root / FOLDER, "hs_")
+    for file in (root / "state.json", *data_files(root)):  # the token ids of files were compared with these rows
+        listing.exists(file)
+    kept_index = KeptIndex(listing, "speculators", _VERSION)
+    index = kept_index.load()
+    kept_states = None if index is None else _restore_states(tokens, *index)
+    if kept_states is not None:
+        return kept_states
+    states = read()
+    files = [file for file in states.files if file is not None and file.scaled is None]
+    if len(files) == len(paths):
+        header = {"layers": states.layers, "width": states.width, "dtype": states.dtype}
+        columns = ([file.tokens for file in files], [file.start for file in files], [file.ids_start for file in files])
+        kept_index.save(header, [np.array(column, np.uint64) for column in columns])
+    return states
+
+
+def _restore_states(
+    tokens: NDArray[np.int64], header: Mapping[str, object], arrays: list[NDArray[Any]]
+) -> AllStates | None:
+    """The states; None if the index is invalid."""
+    layers, width, dtype = header.get("layers"), header.get("width"), header.get("dtype")
+    if type(layers) is not int or type(width) is not int or dtype not in FLOATS:
+        return None
+    if not 0 < layers < 1 << 20 or not 0 < width < 1 << 31 or len(arrays) != 3:
+        return None
+    for array in arrays:
+        if array.dtype != np.uint64 or len(array) != len(tokens) or (array >= _FURTHEST).any():
+            return None
+    if not np.array_equal(arrays[0], tokens.astype(np.uint64)):
+        return None
+    counts, starts, ids = (array.tolist() for array in arrays)
+    files: list[StatesFile | None] = [
+        StatesFile(count, layers, width, dtype, start, id_offset)
+        for count, start, id_offset in zip(counts, starts, ids, strict=True)
+    ]
+    return AllStates(files, layers, width, dtype, faults={}, warnings=[])
+
 
 _LOOKED_FOR = "a folder of save_to_disk with input_ids and a folder hidden_states, or vLLM's request files"
 _LISTED = 4096
@@ -305,3 +371,84 @@ def contents_of_requests(
         files=lambda: [file.place for file in paths],
         files_left_out=_files_left_out(states, paths, options),
     )
+
+
+# Checks of speculators' training data; opening reports files of hidden states that are not usable.
+
+
+_STATES = re.compile(r"hs_(\d+)\.safetensors")
+_SHOWN = 20
+_CODES = 1 << 16
+"""Number of codes that are examined per file."""
+_MANY = 0.01
+"""A larger share of codes with the largest magnitude is reported."""
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Checks per-token columns (equal lengths, token ids, masks), and lists files of hidden states that belong to no row."""
+    if (root / "state.json").kind() is None:
+        entries = root.entries("*.safetensors")
+        report.count("files", len(entries))
+        for entry in entries:
+            _scales(root / entry.name, report)
+        return
+    with report.noting(root):
+        table = table_of_rows(root)
+        lengths = np.diff(lists_of(table, "input_ids", root)[0])
+        counted = (
+            {"loss_mask": np.diff(lists_of(table, "loss_mask", root)[0])} if "loss_mask" in table.column_names else {}
+        )
+        if "seq_len" in table.column_names:
+            counted["seq_len"] = table["seq_len"].to_numpy()
+        for name, counts in counted.items():
+            for row in np.flatnonzero(counts != lengths)[:_SHOWN].tolist():
+                position = f"row {row}, column '{name}'"
+                report.add("count-claim", root, int(counts[row]), f"{lengths[row]}, the number of token ids", position)
+        for name in ("input_ids", *(["loss_mask"] if "loss_mask" in table.column_names else [])):
+            ends, values = lists_of(table, name, root)
+            wrong, expected, code = wrong_values(name, values)
+            rows = np.searchsorted(ends, wrong, side="right") - 1
+            for row, index in list(dict(zip(rows[::-1].tolist(), wrong[::-1].tolist(), strict=True)).items())[:_SHOWN]:
+                report.add(code, root, int(values[index]), expected, f"row {row}, {name}, token {index - ends[row]}")
+        for number, entry in enumerate(root.joinpath(FOLDER).entries("hs_*.safetensors")):
+            tell("files", number, len(table))
+            report.count("files")
+            match = _STATES.fullmatch(entry.name)
+            if match is None or int(match[1]) >= len(table):
+                report.add("unlisted-file", root / FOLDER / entry.name, f"a file for none of the {len(table)} rows")
+            _scales(root / FOLDER / entry.name, report)
+
+
+def _scales(path: Location, report: Report) -> None:
+    """Checks the scales of a file, if it has any, and its first codes. Opening reports files that are not usable."""
+    with contextlib.suppress(ActshardError):
+        tensors, _, data = _native.safetensors_header(path)
+        tensors_by_name = {name: (dtype, tuple(shape), data + begin) for name, dtype, shape, begin, _ in tensors}
+        if (
+            SCALES not in tensors_by_name
+            or tensors_by_name[SCALES][0] != "F32"
+            or tensors_by_name.get(STATES, ("", (), 0))[0] not in SCALED
+        ):
+            return
+        (_, ones, scales_offset), (dtype, shape, first) = tensors_by_name[SCALES], tensors_by_name[STATES]
+        scales = np.frombuffer(path.read(scales_offset, 4 * math.prod(ones)), "<f4")
+        bad = np.flatnonzero(~(np.isfinite(scales) & (scales > 0)))
+        if bad.size:
+            message = f"{bad.size:,} of {scales.size:,} scales are not positive finite numbers"
+            report.add("scale-value", path, f"{message}; the first is {scales[bad[0]]}", place=f"scale {bad[0]}")
+        size = math.prod(shape)
+        codes = np.frombuffer(path.read(first, min(size, _CODES)), np.uint8)
+        # A scale is computed from its largest value, so each scale has at least one code of the largest magnitude.
+        expected = 1 + scales.size * codes.size // max(size, 1)
+        largest = int(_largest(dtype, codes).sum())
+        if largest > max(_MANY * codes.size, 4 * expected):
+            report.add(
+                "saturated-codes", path, f"{largest:,} of the first {codes.size:,} codes have the largest magnitude"
+            )
+
+
+def _largest(dtype: str, codes: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Whether each code has the largest finite magnitude."""
+    if dtype == "I8":
+        return np.isin(codes, (0x7F, 0x80, 0x81))
+    return np.isin(codes & 0x7F, 0x7E if dtype == "F8_E4M3" else 0x7B)
