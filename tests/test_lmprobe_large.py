@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
-from actshard.base.footers import read_footer
+from actshard.base.containers import read_footer
 from actshard.base.location import Location
 from actshard.formats.lmprobe import index as pages
 from actshard.formats.lmprobe import index as room

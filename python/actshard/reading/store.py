@@ -35,9 +35,8 @@ from actshard.reading.absent import Closed, Without
 from actshard.reading.arrays import LayerArray
 from actshard.reading.describing import columns_of, identity_of, info_of, sample_of
 from actshard.reading.extending import ColumnVerbs
-from actshard.streaming.content import content_range, tokens_anywhere
 from actshard.streaming.normalizer import Normalizer, read_normalized, required
-from actshard.streaming.rows import NativeSelection, SelectedRows
+from actshard.streaming.readable import NativeSelection, SelectedRows, content_range, tokens_anywhere
 from actshard.streaming.selection import COMPARED, column, memory_for_flags
 from actshard.streaming.verbs import StreamVerbs
 

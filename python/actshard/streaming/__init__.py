@@ -20,8 +20,7 @@ from actshard.base.location import Location
 from actshard.base.logs import LOG
 from actshard.streaming.epochs import Loop, Reader
 from actshard.streaming.readable import Readable
-from actshard.streaming.rescaling import Center, Divide, Normalize, Scale
-from actshard.streaming.row_epochs import RowEpochs, RowOrder, Shuffle
+from actshard.streaming.rescaling import Center, Divide, Normalize, RowEpochs, RowOrder, Scale, Shuffle
 from actshard.streaming.selection import Selection
 
 _UNIT = 4 << 20

@@ -34,7 +34,7 @@ from actshard.reading.choosing import scrambled
 from actshard.reading.store import Store
 from actshard.streaming import Batch, Stream
 from actshard.streaming.epochs import Epochs, Loop, Reader
-from actshard.streaming.row_epochs import Shuffle
+from actshard.streaming.rescaling import Shuffle
 from actshard.streaming.selection import CONTENT, Selection
 
 _RING = 3

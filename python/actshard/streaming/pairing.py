@@ -30,8 +30,8 @@ from actshard.reading.opening import open
 from actshard.reading.store import Store
 from actshard.streaming import Batch, RowLoop, Stream
 from actshard.streaming.comparing import compare as compared_of
-from actshard.streaming.content import tokens_anywhere
 from actshard.streaming.normalizer import Normalizer
+from actshard.streaming.readable import tokens_anywhere
 from actshard.streaming.selection import Selection
 
 if TYPE_CHECKING:

@@ -10,11 +10,9 @@ from numpy.typing import DTypeLike
 from actshard.base.layers import Layer
 from actshard.streaming import Stream
 from actshard.streaming.normalizer import Normalizer
-from actshard.streaming.norms import Limit
 from actshard.streaming.readable import Readable
-from actshard.streaming.rescaling import Center, Divide, Normalize, Scale, normalizer
-from actshard.streaming.row_epochs import RowOrder, Shuffle
-from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.rescaling import Center, Divide, Normalize, RowOrder, Scale, Shuffle, normalizer
+from actshard.streaming.selection import Limit, Mask, Selection, Tokens
 from actshard.streaming.sequences import SequenceStream, TooLong
 
 if TYPE_CHECKING:

@@ -35,12 +35,11 @@ from actshard.base.work import (
     sync_folders,
     write_json,
 )
-from actshard.base.work.lock import state_of
+from actshard.base.work.journal import state_of
 from actshard.formats.target import AllExamples, Block, Target
 from actshard.reading.finding import check_opens
 from actshard.writing.existing import complete_at
-from actshard.writing.recorded import OWN, columns_in, lengths_in
-from actshard.writing.segment import SegmentWriter
+from actshard.writing.segment import OWN, SegmentWriter, columns_in, lengths_in
 
 COMMIT_BYTES = 1 << 30
 """Approximate bytes between two commits: the most that a crash loses."""

@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from actshard.formats.draft_examples import DraftKeys
-from actshard.formats.draft_torch import DraftFolder
-from actshard.formats.draft_trees import DraftTree
+from actshard.formats.draft_torch import DraftFolder, DraftTree
 from actshard.formats.format import Format, Room
 
 

@@ -30,8 +30,15 @@ from actshard.base._arguments import NUMPY_BY_NAME
 from actshard.base._columns import pick_rows
 from actshard.base._json import Fields, read_json
 from actshard.base.codes import Remark
-from actshard.base.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import (
+    RAISE,
+    ActshardError,
+    Faults,
+    FormatError,
+    MissingFileError,
+    UnfinishedError,
+    UnsupportedError,
+)
 from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell

@@ -22,9 +22,8 @@ from actshard.base.location import Location
 from actshard.base.work import rename, sync_folders, write_bytes
 from actshard.formats.automodel.read import COLUMNS, DTYPES, MANIFEST, OF_FILES, WEIGHTS, DraftManifest
 from actshard.formats.carrying import Carrying
-from actshard.formats.per_token import LAST, check_counts, token_values
+from actshard.formats.per_token import LAST, TokenTarget, check_counts, token_values
 from actshard.formats.target import AllExamples, Block, Spec, only, positive
-from actshard.formats.token_target import TokenTarget
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -28,8 +28,7 @@ from actshard._native import IndexRecords, Rows
 from actshard.base._arguments import NUMPY_BY_NAME
 from actshard.base._json import Fields, read_json, show
 from actshard.base.codes import Remark
-from actshard.base.errors import FormatError, MissingFileError, UnfinishedError, UnsupportedError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, Faults, FormatError, MissingFileError, UnfinishedError, UnsupportedError
 from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell

@@ -22,9 +22,8 @@ from actshard.base.layers import Layer
 from actshard.base.work import sync_folders, write_bytes
 from actshard.formats.carrying import Carrying
 from actshard.formats.deepspec.read import COLUMNS, DTYPES, INDEX, ITEMSIZE, MANIFEST, OFFSETS, RECORDS, TOKEN_BYTES
-from actshard.formats.per_token import LAST, ColumnValues
+from actshard.formats.per_token import LAST, ColumnValues, TokenTarget
 from actshard.formats.target import AllExamples, Block, Spec, only, positive
-from actshard.formats.token_target import TokenTarget
 
 if TYPE_CHECKING:
     from actshard.formats.contents import Contents

@@ -23,8 +23,7 @@ from actshard._native import Rows
 from actshard.base._arguments import many
 from actshard.base._json import Fields, read_json, show
 from actshard.base.codes import Remark
-from actshard.base.errors import ActshardError, FormatError, MissingFileError, NotStoredError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, ActshardError, Faults, FormatError, MissingFileError, NotStoredError
 from actshard.base.location import Location
 from actshard.formats.carrying import Carrying
 from actshard.formats.contents import Contents, Evidence, Options

@@ -25,15 +25,16 @@ from actshard.base._arguments import many
 from actshard.base._json import Fields, parse_json, read_json, show
 from actshard.base.codes import Remark
 from actshard.base.errors import (
+    RAISE,
     ActshardError,
     ArgumentError,
+    Faults,
     FormatError,
     MissingFileError,
     NotStoredError,
     TruncatedFileError,
     UnfinishedError,
 )
-from actshard.base.faults import RAISE, Faults
 from actshard.base.layers import Layer, stored
 from actshard.base.location import Location
 from actshard.formats.candidates import choose, left_out, named_in, rank_of

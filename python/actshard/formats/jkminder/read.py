@@ -31,8 +31,15 @@ from actshard.base._arguments import name_of, numpy_type, stored
 from actshard.base._json import Fields, read_json, show
 from actshard.base.codes import Remark
 from actshard.base.containers import read_torch
-from actshard.base.errors import ActshardError, FormatError, MissingFileError, UnfinishedError, UnsupportedError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import (
+    RAISE,
+    ActshardError,
+    Faults,
+    FormatError,
+    MissingFileError,
+    UnfinishedError,
+    UnsupportedError,
+)
 from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell

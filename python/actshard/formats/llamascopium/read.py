@@ -32,8 +32,7 @@ from actshard.base._arguments import stored
 from actshard.base._json import read_json
 from actshard.base.codes import Remark
 from actshard.base.containers import read_torch
-from actshard.base.errors import FormatError, MissingFileError, NotStoredError, UnsupportedError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, Faults, FormatError, MissingFileError, NotStoredError, UnsupportedError
 from actshard.base.location import Location
 from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Tell

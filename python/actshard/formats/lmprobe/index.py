@@ -15,6 +15,7 @@ from actshard._native import Addresses
 from actshard.base._columns import array_of
 from actshard.base._json import parse_json, show
 from actshard.base.codes import Remark
+from actshard.base.containers import ParquetFooter, read_footer
 from actshard.base.errors import (
     ActshardError,
     FormatError,
@@ -24,7 +25,6 @@ from actshard.base.errors import (
     UnsupportedError,
     from_reader,
 )
-from actshard.base.footers import ParquetFooter, read_footer
 from actshard.base.location import Location
 
 if TYPE_CHECKING:

@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 from actshard._native import Rows
 from actshard.base._json import read_json
 from actshard.base.codes import Remark
-from actshard.base.errors import ActshardError, ArgumentError, FormatError, NotStoredError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, ActshardError, ArgumentError, Faults, FormatError, NotStoredError
 from actshard.base.location import Location
 from actshard.formats.candidates import choose, left_out, named_in, rank_of
 from actshard.formats.contents import Contents, Evidence, Options

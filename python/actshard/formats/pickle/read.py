@@ -29,11 +29,9 @@ import numpy as np
 from actshard._native import Rows
 from actshard.base._json import Fields, read_json, show
 from actshard.base.codes import Remark
-from actshard.base.errors import ActshardError, FormatError, NotStoredError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, ActshardError, Faults, FormatError, NotStoredError
 from actshard.base.location import Location
-from actshard.formats.contents import Contents, Evidence, Options
-from actshard.formats.incomplete import leave_out, size_of_file
+from actshard.formats.contents import Contents, Evidence, Options, leave_out, size_of_file
 from actshard.formats.per_token import left_out
 from actshard.formats.report import Report
 from actshard.formats.tables import plain, table_of

@@ -30,7 +30,9 @@ from actshard._native import Rows
 from actshard.base._json import Fields, read_json, show
 from actshard.base.codes import Remark
 from actshard.base.errors import (
+    RAISE,
     ActshardError,
+    Faults,
     FileAccessError,
     FormatError,
     MissingFileError,
@@ -39,11 +41,9 @@ from actshard.base.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location, found_together
-from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.contents import Contents, Evidence, Options, leave_out, none_whole, size_of_file
 from actshard.formats.format import Tell
-from actshard.formats.incomplete import leave_out, none_whole, size_of_file
 from actshard.formats.per_token import left_out
 from actshard.formats.report import Report
 

@@ -24,14 +24,13 @@ from actshard.formats.target import environment_time
 from actshard.looking.reporting import activations, caches
 from actshard.looking.reporting.activations import ReportedRows
 from actshard.looking.reporting.page import FEW_COLUMNS, OF_DATA, Page, steps
-from actshard.looking.stats.advice import Advice, cut
+from actshard.looking.stats.summary import Advice, cut
 from actshard.plot.style import check_name, library
 from actshard.reading.finding import existing_anywhere
 from actshard.reading.opening import open_quietly, token_cache_at
 from actshard.reading.store import Store
 from actshard.reading.verifying import Report, verify
-from actshard.streaming.norms import Limit
-from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.selection import Limit, Mask, Selection, Tokens
 from actshard.tokens.tokenizer import Tokenizer, load_tokenizer
 
 ENDS = (".html", ".htm")

@@ -11,10 +11,9 @@ from actshard import plot
 from actshard.base._arguments import many
 from actshard.base.errors import ActshardError, MissingExtraError
 from actshard.looking.reporting.page import MOST_TOKENS, Grid, Page, ShownExample, Word, quoted, share
-from actshard.looking.stats.advice import Advice, cut
+from actshard.looking.stats.summary import Advice, cut
 from actshard.tokens.cache import TokenCache
-from actshard.tokens.decoding import decoder_of
-from actshard.tokens.looking import CacheLook, look
+from actshard.tokens.looking import CacheLook, decoder_of, look
 from actshard.tokens.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, ArgumentTypeError
 from actshard.base.layers import Layer, plain, several
-from actshard.looking.sampled.rows import Places, RowsRead, blocks, count_of, exact, exponent, numbers, sample
+from actshard.looking.sampled.spectrum import Places, RowsRead, blocks, count_of, exact, exponent, numbers, sample
 from actshard.reading.choosing import scrambled
-from actshard.streaming.readable import Readable
-from actshard.streaming.rows import SelectedRows
+from actshard.streaming.readable import Readable, SelectedRows
 from actshard.streaming.selection import Selection, stored_tokens
 
 CLASSES = 100

@@ -9,18 +9,15 @@ from typing import TYPE_CHECKING, Literal
 from actshard.base import _arguments
 from actshard.base.layers import Layer
 from actshard.looking.stats import Stats
-from actshard.streaming.norms import Limit
-from actshard.streaming.readable import Readable
-from actshard.streaming.rows import SelectedRows
-from actshard.streaming.selection import Mask, Selection, Tokens, memory_for_flags
+from actshard.streaming.readable import Readable, SelectedRows
+from actshard.streaming.selection import Limit, Mask, Selection, Tokens, memory_for_flags
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
-    from actshard.looking.sampled.rows import RowsRead
     from actshard.looking.sampled.separability import Separability
     from actshard.looking.sampled.similarity import Similarity
-    from actshard.looking.sampled.spectrum import Spectrum
+    from actshard.looking.sampled.spectrum import RowsRead, Spectrum
 
 
 class SampledVerbs:
@@ -64,7 +61,7 @@ class SampledVerbs:
         Raises:
             As :meth:`stream`; DtypeError if rows are not floats; FileAccessError if no folder of ``save`` can be written.
         """
-        from actshard.looking.sampled.rows import count_of, spread
+        from actshard.looking.sampled.spectrum import count_of, spread
         from actshard.looking.saved import kept_or_made
 
         _arguments.check_progress(progress)

@@ -38,9 +38,26 @@ from actshard.reading.finding import find_any, of_tokens
 from actshard.reading.opening import open_quietly
 from actshard.writing.converting import Conversion, convert
 from actshard.writing.staging.copying import StageProgress, check_digests, check_space, check_versions, copy, keep, link
-from actshard.writing.staging.folder import check_target, complete, is_same, put, recover, target_of, turn
-from actshard.writing.staging.listing import list_files, origin_of, received, revision_of, within
-from actshard.writing.staging.marker import Listed, Marker, Staged, read_marker, size_of, write_marker
+from actshard.writing.staging.folder import (
+    Listed,
+    Marker,
+    Staged,
+    check_target,
+    complete,
+    is_same,
+    list_files,
+    origin_of,
+    put,
+    read_marker,
+    received,
+    recover,
+    revision_of,
+    size_of,
+    target_of,
+    turn,
+    within,
+    write_marker,
+)
 
 __all__ = ["MARKER", "Staged", "origin", "stage"]
 

@@ -14,9 +14,7 @@ import actshard._native as _native
 from actshard.base.errors import DiskFullError, FormatError
 from actshard.base.location import Location
 from actshard.base.work import STAGED, make_folder, remove
-from actshard.writing.staging.folder import is_same
-from actshard.writing.staging.listing import list_files, within
-from actshard.writing.staging.marker import Listed, Marker, read_marker
+from actshard.writing.staging.folder import Listed, Marker, is_same, list_files, read_marker, within
 
 if TYPE_CHECKING:
     from os import PathLike
