@@ -436,13 +436,11 @@ WIDE = {
     "plan.creating.create",
     "plan.runners.slurm.execute",
     "plan.tokenizing.tokenize",
-    "streaming.__init__",  # Stream: mixtures and pairs pass on the arguments of Store.stream
     "streaming.verbs.sequences_stream",
     "streaming.verbs.stream",
     "tokens.building.build_cache",
     "writing.capturing.capture",
     "writing.capturing.request_files.fold",
-    "writing.converting.previewing.preview",
     "writing.converting.running.convert",
     "writing.creating.create",
 }

@@ -395,7 +395,7 @@ class Selection:
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Selection:
         """The selection in the options of a call, from which it is removed."""
-        return cls(**{option.name: options.pop(option.name) for option in fields(cls) if option.name in options})
+        return _arguments.popped(cls, options)
 
     def as_options(self) -> dict[str, Any]:
         """The five arguments, for a verb of a store."""

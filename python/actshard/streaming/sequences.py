@@ -22,7 +22,7 @@ from actshard.base.layers import Layer, array_of, listing, short
 from actshard.streaming.ahead import ReadAhead
 from actshard.streaming.epochs import Loop
 from actshard.streaming.readable import Readable, content_range
-from actshard.streaming.rescaling import Center, Divide, Normalize, RowEpochs, RowOrder, Scale
+from actshard.streaming.rescaling import Rescaling, RowEpochs, RowOrder
 from actshard.streaming.selection import Selection
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class SequenceStream(RowEpochs[SequenceBatch]):
         layer: Layer | Sequence[Layer] | Literal["all"],
         batch_tokens: int,
         selection: Selection,
-        rescaling: tuple[Center, Scale, Divide, Normalize],
+        rescaling: Rescaling,
         order: RowOrder,
         *,
         pack: bool,

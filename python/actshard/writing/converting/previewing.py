@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from actshard import formats
 from actshard.base import _arguments
@@ -191,6 +191,10 @@ def refuse_full(root: Path, size: int, files: int) -> None:
         )
 
 
+_STORED = ("dtype", "tokens_per_example", "shard_bytes")
+"""Arguments of a conversion that determine how each format stores its rows."""
+
+
 @dataclass(frozen=True)
 class Preview:
     """Preview of a conversion to one format."""
@@ -228,22 +232,15 @@ def preview(
     dst: str | os.PathLike[str],
     format: str | None = None,
     *,
-    layers: Layer | Sequence[Layer] | Mapping[Layer, Layer] | None = None,
-    examples: ArrayLike | slice | None = None,
-    columns: Iterable[str] | Mapping[str, str] | None = None,
-    tokens: _arguments.Kept = "all",
-    dtype: DTypeLike | None = None,
-    pad: bool = False,
-    truncate: bool = False,
-    tokens_per_example: int | None = None,
-    shard_bytes: int | str | None = None,
     src_format: str | None = None,
     overflow: _arguments.Overflow = "refuse",
     storage_options: Mapping[str, object] | None = None,
     cache: str | os.PathLike[str] | int | bool | None = None,
-    **options: object,
+    **arguments: Any,
 ) -> list[Preview]:
     """Returns previews of :func:`actshard.convert` for one format, or for all formats (None). Writes nothing to ``dst``.
+
+    ``arguments`` are those of :func:`actshard.convert` that select rows and determine how they are stored.
 
     Small conversions are written to a temporary folder, so that files and bytes are exact, and values too large for a narrower
     ``dtype`` are counted. Of larger ones, samples are written; see :mod:`~actshard.writing.converting.previewing`.
@@ -254,8 +251,9 @@ def preview(
     with boundary(root, "convert"):
         store = source(src, src_format, "auto", storage_options, cache)
         digest = fingerprint(store)
-        selection = SourceSelection(layers, examples, columns, tokens, pad, truncate)
-        settings = TargetSettings(dtype, tokens_per_example, shard_bytes, None, options, None)
+        selection = _arguments.popped(SourceSelection, arguments)
+        dtype, tokens_per_example, shard_bytes = (arguments.pop(name, None) for name in _STORED)
+        settings = TargetSettings(dtype, tokens_per_example, shard_bytes, None, arguments, None)
         return [
             _preview(store, root, name, format is not None, selection, settings, overflow, digest)
             for name in ((format,) if format is not None else formats.written())
