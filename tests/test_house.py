@@ -29,7 +29,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("base", "reading", "looking"),  # only a docstring
     ("_native", "base.errors", "base.codes", "base.logs", "base.late"),
     ("base._arguments", "base._columns", "base.storage"),
-    ("base.location", "streaming.epochs", "streaming.ahead", "reading.chosen", "base.layers"),
+    ("base.location", "streaming.epochs", "reading.chosen", "base.layers"),
     ("base._json", "base.containers"),
     ("base._schema",),
     ("base.request",),

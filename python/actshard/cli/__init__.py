@@ -1,4 +1,4 @@
-"""The command ``actshard``: one subcommand per function of the Python API, one module each."""
+"""The command ``actshard``: one subcommand per function of the Python API."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ from actshard.writing.converting.planning import (
 from actshard.writing.converting.previewing import predict, refuse_full
 from actshard.writing.converting.running import Conversion
 from actshard.writing.existing import check_written, complete_at
-from actshard.writing.segment import TOKENS, SegmentWriter, columns_in, lengths_in, write_memory
+from actshard.writing.sink import TOKENS, SegmentWriter, columns_in, lengths_in, write_memory
 
 if TYPE_CHECKING:
     import pyarrow as pa

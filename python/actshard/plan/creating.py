@@ -54,7 +54,7 @@ from actshard.writing.converting.previewing import refuse_full
 from actshard.writing.creating import Creation, make_target
 from actshard.writing.existing import Fitting, check_written, complete_at, creation_record
 from actshard.writing.merging import MergeRequest, run_merge
-from actshard.writing.segment import write_memory
+from actshard.writing.sink import write_memory
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

@@ -45,21 +45,25 @@ from actshard.reading.inputs import told_versions
 from actshard.writing.converting.blocks import balanced
 from actshard.writing.converting.previewing import refuse_full
 from actshard.writing.staging import find_source, put_layers
-from actshard.writing.staging.copying import check_digests, copy, link, most_in_memory, unchanged
 from actshard.writing.staging.folder import (
     Listed,
     Marker,
     Staged,
+    check_digests,
     check_target,
     complete,
+    copy,
     leave,
+    link,
     list_files,
+    most_in_memory,
     origin_of,
     put,
     recover,
     size_of,
     target_of,
     turn,
+    unchanged,
     within,
 )
 

@@ -29,7 +29,7 @@ from actshard.base.errors import (
 from actshard.base.late import Late
 from actshard.base.layers import Layer, is_one, not_stored, one, plain, short, stored
 from actshard.formats.contents import Contents, Logits, Router
-from actshard.looking.sampled.verbs import SampledVerbs
+from actshard.looking.sampled import SampledVerbs
 from actshard.looking.stats import Stats
 from actshard.reading.absent import Closed, Without
 from actshard.reading.arrays import LayerArray

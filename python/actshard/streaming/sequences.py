@@ -19,8 +19,7 @@ import actshard._native as _native
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, ArgumentTypeError, FormatError, OverflowWarning, warn
 from actshard.base.layers import Layer, array_of, listing, short
-from actshard.streaming.ahead import ReadAhead
-from actshard.streaming.epochs import Loop
+from actshard.streaming.epochs import Loop, ReadAhead
 from actshard.streaming.readable import Readable, content_range
 from actshard.streaming.rescaling import Rescaling, RowEpochs, RowOrder
 from actshard.streaming.selection import Selection

@@ -26,7 +26,7 @@ from actshard.base.work import sync_folders, whole_file, write_bytes
 from actshard.formats.carrying import Carrying
 from actshard.formats.per_token import LAST, TokenTarget, token_values
 from actshard.formats.scales import ScaleLoss, Scaling
-from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, SCALED_BY, SCALES, STATE, STATES
+from actshard.formats.speculators.read import FLOATS, FOLDER, IDS, INFO, LAYERS, SCALED_BY, SCALES, STATE, STATES
 from actshard.formats.target import AllExamples, Block, Spec, only
 
 if TYPE_CHECKING:

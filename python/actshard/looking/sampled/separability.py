@@ -130,7 +130,7 @@ def separability_of(
     selection: Selection,
     progress: RowsRead | None,
 ) -> Separability:
-    """See :meth:`~actshard.looking.sampled.verbs.SampledVerbs.separability`."""
+    """See :meth:`~actshard.looking.sampled.SampledVerbs.separability`."""
     _arguments.check_progress(progress)
     count, seed = count_of(examples, "examples", 4), _arguments.whole(seed, "seed")
     if not _arguments.is_one_of(pool, ("last", "mean")):

@@ -141,7 +141,7 @@ def similarity_of(
     selection: Selection,
     progress: RowsRead | None,
 ) -> Similarity:
-    """See :meth:`~actshard.looking.sampled.verbs.SampledVerbs.similarity`."""
+    """See :meth:`~actshard.looking.sampled.SampledVerbs.similarity`."""
     _arguments.check_progress(progress)
     count, seed = count_of(rows, "rows"), _arguments.whole(seed, "seed")
     mine = _names(store, layers)

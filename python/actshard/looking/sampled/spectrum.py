@@ -237,7 +237,7 @@ def spectrum_of(
     selection: Selection,
     progress: RowsRead | None,
 ) -> Spectrum:
-    """See :meth:`~actshard.looking.sampled.verbs.SampledVerbs.spectrum`."""
+    """See :meth:`~actshard.looking.sampled.SampledVerbs.spectrum`."""
     _arguments.check_progress(progress)
     name = store.layers[store.group_of(layer)]
     count, most, seed = count_of(rows, "rows"), count_of(directions, "directions", 0), _arguments.whole(seed, "seed")

@@ -1,6 +1,6 @@
 """Statistics of a layer's rows.
 
-``sums``: sums over ranges of rows, for the tasks of plans. ``summary``: norms, positions, the largest, repeated rows.
+``summary``: norms, positions, the largest, repeated rows, and findings in words.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from actshard.formats.target import Block, Target
 from actshard.writing.converting.columns import Columns
 from actshard.writing.converting.planning import ConversionRequest, check_lengths
 from actshard.writing.given import convert as to_type
-from actshard.writing.segment import SegmentWriter
+from actshard.writing.sink import SegmentWriter
 
 _AT_ONCE = 8192
 """Number of examples whose lengths are read at once."""

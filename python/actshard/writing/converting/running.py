@@ -191,7 +191,7 @@ def uploads(convert: F) -> F:
 def _to_url(
     convert: F, src: object, target: tuple[str, Any, object], format: str, arguments: dict[str, object]
 ) -> object:
-    from actshard.writing.pushing.scratch import Scratch  # only if it is used
+    from actshard.writing.pushing import Scratch  # only if it is used
 
     began = time.perf_counter()
     url, options, scratch_folder = target
