@@ -385,7 +385,7 @@ def test_what_a_writer_does_to_values_is_found_without_its_help(
 
     source = write(tmp_path / "a", "npy", {"x": [0.5, 1.0]})
     monkeypatch.setattr(NpyTarget, "finish", changing)
-    monkeypatch.setattr("actshard.writing.proving._known", {})
+    monkeypatch.setattr("actshard.writing.columns._known", {})
     if change is not None:
         assert [x.detail for x in actshard.convert(source, tmp_path / "b", "npy").losses] == [change]
         return

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.base.faults import Faults
-from actshard.formats import draft_keeping, draft_torch, kept
+from actshard.base.errors import Faults
+from actshard.formats import draft_examples, draft_torch, kept
 from conftest import bits
 from draft_files import DRAFT, Expected, check_reads, copied
 
@@ -23,7 +23,7 @@ GOLDEN = ["specforge_eagle3", "specforge_dspark", "modelopt_hf", "modelopt_vllm"
 @pytest.fixture(autouse=True)
 def settled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of its own; files count as settled at once, and few files as many."""
-    monkeypatch.setattr(draft_keeping, "LEAST_FILES", 2)
+    monkeypatch.setattr(draft_examples, "LEAST_FILES", 2)
     monkeypatch.setenv("ACTSHARD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kept, "SETTLED_NS", -(1 << 62))
     return tmp_path / "cache-index"
@@ -102,7 +102,7 @@ def test_a_changed_folder_is_parsed_again(tmp_path: Path, parsed: list[int], cha
 def test_folders_with_damaged_gzipped_or_deflated_files_are_parsed_each_time(
     tmp_path: Path, parsed: list[int], case: str, monkeypatch: pytest.MonkeyPatch, settled: Path
 ) -> None:
-    monkeypatch.setattr(draft_keeping, "LEAST_FILES", 0)
+    monkeypatch.setattr(draft_examples, "LEAST_FILES", 0)
     source = DRAFT / case if (DRAFT / case).exists() else DRAFT / "errors" / case
     path = copied(source, tmp_path / "cache")
     for count in (1, 2):
@@ -122,7 +122,7 @@ def test_few_files_options_and_verify(tmp_path: Path, parsed: list[int], monkeyp
     read(path)
     monkeypatch.delenv("ACTSHARD_INDEX")
     read(path, cache=False)
-    monkeypatch.setattr(draft_keeping, "LEAST_FILES", 256)
+    monkeypatch.setattr(draft_examples, "LEAST_FILES", 256)
     read(path)
     assert len(parsed) == 6
 
@@ -131,24 +131,24 @@ def indexed(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """What is kept of a folder of three parts and twelve files."""
     from actshard.base.location import Location
     from actshard.formats.contents import Options
-    from actshard.formats.specforge.files import FOLDER
+    from actshard.formats.specforge import FOLDER
 
     dataset = FOLDER.dataset(Location.at(path), Options("pread"))
     assert dataset.keys is not None
-    found = draft_keeping.stored_of(dataset.keys, dataset.examples)
+    found = draft_examples.stored_of(dataset.keys, dataset.examples)
     assert found is not None
     return found
 
 
 def test_an_index_with_impossible_numbers_is_not_used() -> None:
     """Every header field and array, one at a time."""
-    from actshard.formats.specforge.files import FOLDER
+    from actshard.formats.specforge import FOLDER
 
     header, arrays = indexed(DRAFT / "specforge_eagle3")
     n = len(arrays[0])
 
     def back(header: dict[str, Any], arrays: list[Any]) -> Any:
-        return draft_keeping.restored(FOLDER.kinds, n, json.loads(json.dumps(header)), arrays)
+        return draft_examples.restored(FOLDER.kinds, n, json.loads(json.dumps(header)), arrays)
 
     assert back(header, arrays) is not None
     for name, values in {
@@ -203,7 +203,8 @@ def test_rows_outside_of_files_are_errors(tmp_path: Path, parsed: list[int], mon
 @pytest.fixture
 def headers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Numbers of files of the openings of speculators' data that read their headers."""
-    from actshard.formats.speculators import keeping, read
+    from actshard.formats.speculators import read
+    from actshard.formats.speculators import read as keeping
 
     counted: list[int] = []
     original = read.all_states

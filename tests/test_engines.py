@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 
 import actshard
-from actshard.plan.runners.element import Element
-from actshard.plan.runners.tasks import outcomes_at, plan_file
+from actshard.plan.runners.tasks import Element, outcomes_at, plan_file
 from engine_work import N, Work, converted, environment, files, planned
 from waiting import PATIENCE, wait_until
 
@@ -146,7 +145,7 @@ def test_workers_of_ray_train_have_shares(notes: Path) -> None:
     from ray.train import ScalingConfig
 
     def loop() -> None:
-        from actshard.plan.shares import of_environment
+        from actshard.plan.plan import of_environment
 
         index, count = of_environment()
         (Path(os.environ["NOTES"]) / f"share.{index}.{count}").touch()
@@ -163,7 +162,7 @@ def test_workers_of_ray_train_have_shares(notes: Path) -> None:
 def test_processes_of_mpi_have_shares(notes: Path) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
-    code = "from actshard.plan.shares import *; import pathlib; pathlib.Path('share.%d.%d' % of_environment()).touch()"
+    code = "from actshard.plan.plan import *; import pathlib; pathlib.Path('share.%d.%d' % of_environment()).touch()"
     words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "3", sys.executable, "-c", code]
     subprocess.run(words, check=True, cwd=notes, timeout=PATIENCE)
     assert shares_of(notes) == ["share.0.3", "share.1.3", "share.2.3"]
@@ -246,7 +245,7 @@ def test_an_element_is_queued_again_as_long_as_it_gets_on(work: Work, monkeypatc
             raise SystemExit
         return outcomes_at(file, some)
 
-    monkeypatch.setattr("actshard.plan.runners.element.outcomes_at", outcomes)
+    monkeypatch.setattr("actshard.plan.runners.tasks.outcomes_at", outcomes)
     running = Element(0)
     with pytest.raises(SystemExit):
         running(file, tasks)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.writing.converting import predicting
+from actshard.writing.converting import previewing
 from shell import run_command
 
 WIDTH = 32
@@ -128,8 +128,8 @@ def test_the_size_of_ragged_examples_is_scaled_by_their_rows(tmp_path: Path, mon
     lengths = np.where(rng.random(700) < 0.02, 400, rng.integers(1, 12, 700)).tolist()
     with actshard.create(tmp_path / "d", "safetensors", layers=[0], d_model=64, dtype="float32") as writer:
         writer.append([rng.standard_normal((1, n, 64)).astype(np.float32) for n in lengths])
-    monkeypatch.setattr(predicting, "WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(predicting, "SAMPLE_BYTES", 1 << 20)
+    monkeypatch.setattr(previewing, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(previewing, "SAMPLE_BYTES", 1 << 20)
     (estimate,) = actshard.estimate(tmp_path / "d", ["zarr 3 lossless"])
     size = size_of(Path(actshard.convert(tmp_path / "d", tmp_path / "z", "zarr", **estimate.options).path))
     assert abs(size - estimate.bytes) <= 0.08 * size
@@ -143,8 +143,8 @@ def test_the_size_of_what_is_not_written_whole_is_extrapolated_from_all_over_the
         for example in range(400):  # the middle third can be packed much better
             rows = rng.standard_normal((32, 128)).astype(np.float32)
             writer.append([(np.round(rows) if 133 <= example < 266 else rows)[None]])
-    monkeypatch.setattr(predicting, "WHOLE_BYTES", 1 << 20)
-    monkeypatch.setattr(predicting, "SAMPLE_BYTES", 2 << 20)
+    monkeypatch.setattr(previewing, "WHOLE_BYTES", 1 << 20)
+    monkeypatch.setattr(previewing, "SAMPLE_BYTES", 2 << 20)
     (estimate,) = actshard.estimate(tmp_path / "d", ["zarr 3 lossless"])
     done = actshard.convert(tmp_path / "d", tmp_path / "z", "zarr", **estimate.options)
     size = size_of(Path(done.path))
@@ -157,7 +157,7 @@ def test_a_sample_has_runs_of_examples_from_all_over_the_dataset() -> None:
     for n, limit in ((1, 1), (3, 10), (8, 100), (1000, 5000), (1000, 10**9), (50, 1)):
         sizes = rng.integers(0, 100, n)
         sizes[n // 2] = 70
-        numbers = predicting.spread(sizes, limit)
+        numbers = previewing.spread(sizes, limit)
         assert len(numbers) > 0
         assert (np.diff(numbers) > 0).all()
         assert sizes[numbers].sum() <= max(limit, sizes[numbers[0]])

@@ -17,7 +17,7 @@ import pytest
 import actshard
 from actshard.base.work import COLUMNS, COLUMNS_LOCK
 from actshard.reading import extending
-from actshard.writing.pushing.choosing import choose
+from actshard.writing.pushing.planning import choose
 from conftest import GOLDEN, refuses
 from served import served
 

@@ -16,7 +16,7 @@ import pytest
 
 import actshard
 from actshard.base.request import RECORD
-from actshard.formats.hf_arrow.messages import ArrowColumns
+from actshard.formats.hf_arrow.write import ArrowColumns
 from conftest import GOLDEN, bits
 
 SAELENS = sorted(p.parent for p in (GOLDEN / "hf_arrow").glob("saelens_*/*/state.json"))

@@ -15,7 +15,7 @@ import pytest
 
 import actshard
 from actshard.base import layers
-from actshard.cli._layers import of_store, renamed, several
+from actshard.cli._options import of_store, renamed, several
 from conftest import install, refuses
 
 NAMES = ("blocks.0.hook_resid_post", "blocks.5.hook_resid_post", "ln_final, [bold]")

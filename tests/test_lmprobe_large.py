@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 import actshard
-from actshard.base.footers import read_footer
+from actshard.base.containers import read_footer
 from actshard.base.location import Location
+from actshard.formats.lmprobe import index as pages
 from actshard.formats.lmprobe import index as room
-from actshard.formats.lmprobe import pages
 from actshard.formats.lmprobe.index import Index
 from conftest import rewrite_index
 from lmprobe_files import LISTS, Copy, check, put

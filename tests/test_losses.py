@@ -108,8 +108,8 @@ def test_sizes_of_large_conversions_follow_from_samples(
     with actshard.create(tmp_path, "saev", layers=[0], d_model=64, num_examples=9000, tokens_per_example=2) as writer:
         labels = np.zeros((9000, 2), np.uint8)
         writer.append(np.random.default_rng(0).standard_normal((9000, 1, 2, 64), dtype=np.float32), labels=labels)
-    monkeypatch.setattr("actshard.writing.converting.predicting.WHOLE_BYTES", 1_000_000)
-    monkeypatch.setattr("actshard.writing.converting.predicting.SAMPLE_BYTES", 1_000_000)
+    monkeypatch.setattr("actshard.writing.converting.previewing.WHOLE_BYTES", 1_000_000)
+    monkeypatch.setattr("actshard.writing.converting.previewing.SAMPLE_BYTES", 1_000_000)
     (foretold,) = actshard.writing.converting.preview(writer.path, tmp_path / "t", format)
     predicted = actshard.plan.convert(writer.path, tmp_path / "t", format, tasks=2).predicted
     done = actshard.convert(writer.path, tmp_path / "t", format)

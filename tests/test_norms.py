@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import actshard
-from actshard.streaming import norms
+from actshard.streaming import selection
 from conftest import GOLDEN
 
 
@@ -165,8 +165,8 @@ def test_norms_are_read_once_for_a_store_and_layer(
     tmp_path: Path, values: list[np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, read = made(tmp_path / "d", values), []
-    real = norms.norms_of_rows
-    monkeypatch.setattr(norms, "norms_of_rows", lambda rows: (read.append(len(rows)), real(rows))[1])
+    real = selection.norms_of_rows
+    monkeypatch.setattr(selection, "norms_of_rows", lambda rows: (read.append(len(rows)), real(rows))[1])
     for limit in ("10x median", 3.0):
         store.stream(2, 16, max_norm=limit)
     assert sum(read) == sum(e.shape[1] for e in values)
@@ -188,9 +188,9 @@ def test_norms_are_those_of_numpy(width: int) -> None:
     rows[11] = 0
     before = rows.copy()
     wanted = [math.hypot(*row) for row in rows.tolist()]
-    assert np.allclose(norms.norms_of_rows(rows), wanted, rtol=1e-14, atol=0)
+    assert np.allclose(selection.norms_of_rows(rows), wanted, rtol=1e-14, atol=0)
     assert (rows == before).all()
-    assert norms.norms_of_rows(np.zeros((0, width))).shape == (0,)
+    assert selection.norms_of_rows(np.zeros((0, width))).shape == (0,)
 
 
 @pytest.mark.parametrize("limit", [0, -1, True, "10 median", "median", "x median", "0x median", float("nan"), [1]])

@@ -20,7 +20,7 @@ from tests.torture.budget import seed
 from tests.waiting import PATIENCE
 
 import actshard
-from actshard.base.footers import read_footer
+from actshard.base.containers import read_footer
 from actshard.base.location import Location
 from conftest import GOLDEN, refuses
 

@@ -15,8 +15,9 @@ import pytest
 
 import actshard
 from actshard import cli
-from actshard.cli import _plan_commands, planning, running
-from actshard.plan import Status, measuring, runners
+from actshard.cli import _plan_commands, planning
+from actshard.cli import planning as running
+from actshard.plan import Status, needs, runners
 from actshard.plan.book import Attempt
 from test_runners import Done, command
 
@@ -194,11 +195,11 @@ def test_what_cannot_be_planned_is_told_in_a_line(
 @pytest.mark.parametrize("format", ["zarr", "lmprobe", "saev", "npy", "pickle"])
 def test_a_sample_is_measured_and_leaves_nothing(source: Path, tmp_path: Path, format: str) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", format, tasks=3)
-    found = measuring.measure(plan)
-    assert isinstance(found, measuring.Rate)
+    found = needs.measure(plan)
+    assert isinstance(found, needs.Rate)
     assert 0 < found.bytes <= sum(int(task["bytes"]) for task in plan.tasks)
     assert found.seconds > 0
-    small = measuring.measure(plan, 20 * 64 * 4 * 2 * 3)
+    small = needs.measure(plan, 20 * 64 * 4 * 2 * 3)
     assert isinstance(small, str) or small.bytes <= 20 * 64 * 4 * 2 * 3
     assert list(tmp_path.iterdir()) == []
 
@@ -206,7 +207,7 @@ def test_a_sample_is_measured_and_leaves_nothing(source: Path, tmp_path: Path, f
 def test_times_are_those_of_the_rate(source: Path, tmp_path: Path) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", "lmprobe", tasks=4, shard_bytes="20kB")
     size = sum(int(task["bytes"]) for task in plan.tasks)
-    told = planning.PlanSummary(plan, tmp_path / "p.json", measuring.Rate(size, 7200.0), (1, None))
+    told = planning.PlanSummary(plan, tmp_path / "p.json", needs.Rate(size, 7200.0), (1, None))
     assert told.seconds(1) == pytest.approx(7200)
     largest = max(int(task["bytes"]) for task in plan.tasks)
     assert told.seconds(10**6) == pytest.approx(7200 * largest / size)
@@ -221,12 +222,12 @@ def test_a_time_that_is_not_measured_has_a_reason(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = actshard.plan.convert(source, tmp_path / "d", "npy", tasks=2)
-    assert "larger than a sample of 10 bytes" in str(measuring.measure(plan, 10))
+    assert "larger than a sample of 10 bytes" in str(needs.measure(plan, 10))
     plan.save(tmp_path / "p.json")
     shutil.copytree(source, tmp_path / "s")
     gone = actshard.plan.stats(tmp_path / "s", tasks=2, work=tmp_path / "w")
     shutil.rmtree(tmp_path / "s")
-    assert str(measuring.measure(gone)).startswith(f"a sample of the work failed: {tmp_path / 's'}")
+    assert str(needs.measure(gone)).startswith(f"a sample of the work failed: {tmp_path / 's'}")
     made = actshard.plan.create(tmp_path / "e", "zarr", layers=[0], d_model=8, num_examples=9, tasks=2)
     assert "the time depends on the model" in str(planning.rate(made, quiet=True))
     parts = actshard.plan.merge(tmp_path / "m", [source], tasks=2)

@@ -25,8 +25,8 @@ from actshard.plan import book
 from actshard.plan.book import ALIVE_SECONDS, Book
 from actshard.plan.data import Planned
 from actshard.reading import inputs
-from actshard.writing.converting import predicting
-from actshard.writing.converting.segments import balanced
+from actshard.writing.converting import previewing
+from actshard.writing.converting.blocks import balanced
 from conftest import GOLDEN
 from waiting import PATIENCE
 
@@ -203,8 +203,8 @@ def test_sizes_are_predicted_from_samples(
     source: Path, tmp_path: Path, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = ragged(tmp_path / "s", np.random.default_rng(3).integers(20, 60, 400).tolist(), 3, 64)
-    monkeypatch.setattr(predicting, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(predicting, "SAMPLE_BYTES", 3 << 20)
+    monkeypatch.setattr(previewing, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(previewing, "SAMPLE_BYTES", 3 << 20)
     options = {name: value for name, value in WAYS[format].items() if name not in ("shard_bytes", "chunk_tokens")}
     plan = actshard.plan.convert(large, tmp_path / "d", format, tasks=2, **options)
     in_tasks(plan)
@@ -479,9 +479,9 @@ def test_errors_name_the_examples_and_are_recorded(tmp_path: Path, monkeypatch: 
         writer.append(rows)
     with pytest.raises(actshard.DtypeError, match="value of examples 0 to 5 is too large for float16"):
         actshard.plan.convert(tmp_path / "s", tmp_path / "d", "zarr", tasks=3, dtype="float16")
-    monkeypatch.setattr(predicting, "WHOLE_BYTES", 0)  # as for large data, of which a sample is converted
-    monkeypatch.setattr(predicting, "SAMPLE_BYTES", 1)
-    monkeypatch.setattr(predicting, "SAMPLE_FILES", 1)
+    monkeypatch.setattr(previewing, "WHOLE_BYTES", 0)  # as for large data, of which a sample is converted
+    monkeypatch.setattr(previewing, "SAMPLE_BYTES", 1)
+    monkeypatch.setattr(previewing, "SAMPLE_FILES", 1)
     plan = actshard.plan.convert(tmp_path / "s", tmp_path / "d", "zarr", tasks=3, dtype="float16")
     with pytest.raises(
         actshard.TasksFailedError, match=r"1 of 3 tasks failed: task 2: .*value of examples 4 to 5"

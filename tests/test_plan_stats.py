@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.looking.stats import Stats
-from actshard.looking.stats.sums import Sums
+from actshard.looking.stats import Stats, Sums
 from conftest import GOLDEN
 from shell import run_script
 

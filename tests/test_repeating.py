@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import actshard
-from actshard.looking.repeating import _hashes, equal_examples, repeated_examples
+from actshard.looking.examining import _hashes, equal_examples, repeated_examples
 
 D, T = 8, 5
 
@@ -78,7 +78,7 @@ def test_first_tokens_that_repeat_are_no_repeated_examples(tmp_path: Path, monke
     store = made(tmp_path / "a", rows)
     measured = stats(store)
     assert max(x.repeats.repeated for x in measured.values()) <= 1
-    monkeypatch.setattr("actshard.looking.repeating.equal_examples", None)
+    monkeypatch.setattr("actshard.looking.examining.equal_examples", None)
     found = repeated_examples(store, measured)
     assert found is not None
     assert (found.repeated, found.advice()) == (0, [])

@@ -20,10 +20,10 @@ import actshard
 from actshard.base._arguments import shown_bytes
 from actshard.cli import app
 from actshard.looking.examining import massive_rows
-from actshard.looking.reporting.caches import _packing
+from actshard.looking.reporting import _packing
 from actshard.looking.reporting.page import Grid, Page, colour_of, quoted
-from actshard.looking.stats.across import advice_of, together
-from actshard.looking.stats.advice import Advice
+from actshard.looking.stats import advice_of, together
+from actshard.looking.stats.summary import Advice
 from actshard.tokens import CacheWriter, open_cache
 from actshard.tokens.looking import Fill, look
 from conftest import GOLDEN, SAEV, refuses

@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import actshard
-from actshard.looking.sampled.rows import sample, spread
 from actshard.looking.sampled.separability import predicted
 from actshard.looking.sampled.similarity import minibatches, u_centred
-from actshard.looking.sampled.spectrum import decomposed
-from actshard.streaming.rows import SelectedRows
+from actshard.looking.sampled.spectrum import decomposed, sample, spread
+from actshard.streaming.readable import SelectedRows
 from actshard.streaming.selection import CONTENT
 from conftest import GOLDEN
 from served import served

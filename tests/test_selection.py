@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 
 import actshard
-from actshard.streaming.content import content_range
+from actshard.streaming.readable import content_range
 from actshard.streaming.selection import Selection
 
 LAYERS, WIDTH = [2, 5], 4

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import actshard
-from actshard.plan import shares
+from actshard.plan import plan
 from conftest import refuses
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE", "GROUP_RANK")
@@ -91,7 +91,7 @@ def test_a_process_finds_its_share(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any], expected: tuple[int, int]
 ) -> None:
     set_all(monkeypatch, environment)
-    assert shares.of_environment() == expected
+    assert plan.of_environment() == expected
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_process_finds_its_share(
 def test_contradictions_are_refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, Any], why: str) -> None:
     set_all(monkeypatch, environment)
     with refuses(actshard.ArgumentError, None, why):
-        shares.of_environment()
+        plan.of_environment()
 
 
 @pytest.mark.parametrize("elements", [1, 2, 3])
@@ -138,7 +138,7 @@ def test_no_task_is_left_out(kind: str, processes: int, elements: int) -> None:
                 continue
             with pytest.MonkeyPatch.context() as patch:
                 set_all(patch, {**element(e, elements), **environment})
-                index, count = shares.of_environment()
+                index, count = plan.of_environment()
             done += tasks[index::count]
     assert set(done) == set(tasks)
     if kind != "RANK in each":
@@ -152,9 +152,9 @@ def test_workers_of_ray_train_and_processes_of_jax_find_their_share(monkeypatch:
     jax = SimpleNamespace(process_index=lambda: 1, process_count=lambda: 4)
     monkeypatch.setitem(sys.modules, "jax", jax)
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=outside))
-    assert shares.of_environment() == (1, 4)
+    assert plan.of_environment() == (1, 4)
     context = SimpleNamespace(get_world_rank=lambda: 2, get_world_size=lambda: 3)
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
-    assert shares.of_environment() == (2, 3)
+    assert plan.of_environment() == (2, 3)
     set_all(monkeypatch, torchrun(5, 8))
-    assert shares.of_environment() == (5, 8)
+    assert plan.of_environment() == (5, 8)

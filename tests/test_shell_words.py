@@ -13,8 +13,8 @@ import pytest
 
 import actshard
 from actshard.cli import main
-from actshard.cli._layers import of_store
 from actshard.cli._messages import Spelling
+from actshard.cli._options import of_store
 from actshard.reading import inputs
 from conftest import GOLDEN
 from test_commands import leaves

@@ -384,7 +384,7 @@ def test_dimensions_of_a_large_root_mean_square_are_outliers(tmp_path: Path) -> 
 @pytest.mark.parametrize("tokens", ["content", "last"])
 def test_sampled_rows_are_those_of_the_seed(tmp_path: Path, rows: NDArray[np.float32], tokens: Any) -> None:
     """Against numpy over the rows that a spectrum of the same size and seed reads."""
-    from actshard.looking.sampled.rows import sample
+    from actshard.looking.sampled.spectrum import sample
     from actshard.streaming.selection import Selection
 
     store = made(tmp_path / "store", rows)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import actshard
 from actshard import ArgumentError, NotStoredError
-from actshard.streaming.supervised import ColumnTokens, flags_of, nonzero
+from actshard.streaming.selection import ColumnTokens, flags_of, nonzero
 
 WIDTH = 3
 MASKS = [[0, 0, 0], [0, 1, 0, 1, 0, 0], [1], [0], [1, 1, 1, 1], [0, 0, 0, 0, 1]]

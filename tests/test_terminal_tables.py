@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 import actshard
-from actshard.cli._tables import TableColumn, show_table
+from actshard.cli._format import TableColumn, show_table
 from conftest import GOLDEN
 from shell import run_command
 

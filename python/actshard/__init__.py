@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from actshard.reading.caching import CacheInfo, cache_info, clear_cache
     from actshard.streaming.mixing import MixedBatch, MixedStores, MixedStream, mix
     from actshard.streaming.pairing import PairedBatch, PairedStores, PairedStream, pair
-    from actshard.streaming.supervised import up_to_last
+    from actshard.streaming.selection import up_to_last
     from actshard.writing.capturing import Captured, CaptureProgress, capture
     from actshard.writing.converting.estimating import Estimate, estimate
     from actshard.writing.pushing import Pushed, push
@@ -169,7 +169,7 @@ _MODULES = {
     "reading.caching": ("CacheInfo", "cache_info", "clear_cache"),
     "streaming.mixing": ("MixedBatch", "MixedStream", "MixedStores", "mix"),
     "streaming.pairing": ("PairedBatch", "PairedStream", "PairedStores", "pair"),
-    "streaming.supervised": ("up_to_last",),
+    "streaming.selection": ("up_to_last",),
     "writing.capturing": ("CaptureProgress", "Captured", "capture"),
     "writing.converting.estimating": ("Estimate", "estimate"),
     "writing.pushing": ("Pushed", "push"),

@@ -25,8 +25,7 @@ from actshard.base._columns import pick_rows
 from actshard.base.errors import ArgumentError, DtypeError, ExistsError, MissingExtraError, NotStoredError, boundary
 from actshard.base.layers import Layer
 from actshard.streaming import Stream
-from actshard.streaming.norms import Limit
-from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.selection import Limit, Mask, Selection, Tokens
 
 if TYPE_CHECKING:
     import datasets

@@ -28,9 +28,8 @@ from actshard.base.layers import Layer, is_one, one
 from actshard.streaming import Batch, Stream
 from actshard.streaming.epochs import Epochs, Loop
 from actshard.streaming.mixing import MixedBatch
-from actshard.streaming.norms import Limit
 from actshard.streaming.pairing import PairedBatch
-from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.selection import Limit, Mask, Selection, Tokens
 from actshard.streaming.sequences import SequenceBatch
 from actshard.tokens.stream import arrays
 

@@ -26,7 +26,7 @@ from tests.tokens.conftest import BUILDS, GOLDEN, GPT2, LLAMA, expected, write_l
 
 import actshard
 from actshard import tokens
-from actshard.tokens.patterns import matching
+from actshard.tokens.sources import matching
 from waiting import wait_until
 
 WAYS = [
@@ -448,7 +448,7 @@ class TestFinishedCaches:
 SCRIPT = """
 import sys
 from actshard import tokens
-from actshard.tokens.patterns import matching
+from actshard.tokens.sources import matching
 tokens.build_cache(sys.argv[1:-4], sys.argv[-4], sys.argv[-3], layout=sys.argv[-2], jobs=int(sys.argv[-1]))
 """
 
@@ -514,7 +514,8 @@ class TestInterruptions:
     @pytest.mark.slow
     def test_every_step_of_finishing(self, sources, monkeypatch, tmp_path) -> None:
         """Stopped before each rename, link, removal and ledger: the next run produces the same bytes."""
-        from actshard.tokens import combining, shards
+        from actshard.tokens import shards
+        from actshard.tokens import shards as combining
         from actshard.tokens.ledger import Ledger
 
         tokenizer = str(GOLDEN / GPT2)

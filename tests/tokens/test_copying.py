@@ -12,7 +12,7 @@ from tests.tokens.conftest import write_lines
 
 import actshard
 from actshard import tokens
-from actshard.formats.levanter import copying
+from actshard.formats.levanter import check
 from conftest import GOLDEN
 
 
@@ -93,7 +93,7 @@ def test_files_that_a_killed_call_copied_are_compared(
     file = next(file for file in sorted(path.rglob("data/c/0")))
     flip(file)
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "check_copy", lambda *_: sys.exit("killed"))
+        patch.setattr(check, "check_copy", lambda *_: sys.exit("killed"))
         with pytest.raises(SystemExit):
             stage(path, tmp_path / "copy")
     flip(file)  # the copy stays damaged

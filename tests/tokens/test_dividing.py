@@ -12,7 +12,7 @@ from tests.tokens.conftest import GOLDEN, GPT2, write_lines
 
 import actshard
 from actshard import tokens
-from actshard.tokens import building, combining
+from actshard.tokens import building, shards
 
 
 def digests(root: Path) -> dict[str, bytes]:
@@ -130,7 +130,7 @@ def test_an_interrupted_build_of_divided_files_continues_with_any_number_of_proc
     with pytest.warns(actshard.ActshardWarning, match="skipped"):
         run(tmp_path / "whole", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(combining.placing if step == "swap" else building, step, stops)
+        patch.setattr(shards.placing if step == "swap" else building, step, stops)
         with pytest.raises(StopError):
             run(tmp_path / "c", first)
     monkeypatch.setattr(building.Build, "_build_parts", counts)

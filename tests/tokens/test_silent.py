@@ -29,8 +29,9 @@ import actshard
 from actshard import tokens
 from actshard.base._schema import read_value
 from actshard.compat import levanter
-from actshard.tokens import building, columns, processing, shards, sources, templates
+from actshard.tokens import building, columns, processing, shards, sources
 from actshard.tokens import ledger as ledgers
+from actshard.tokens import tokenizer as templates
 from actshard.tokens.formats import PrebuiltFormat
 from actshard.tokens.shards import Task
 from actshard.tokens.sources import Source

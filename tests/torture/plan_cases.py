@@ -222,9 +222,9 @@ def _stats() -> Case:
 
 def plain(made: Any) -> Any:
     """What a commit returned, as JSON values; None for datasets, whose files are compared."""
-    from actshard.cli import running
+    from actshard.cli import planning
 
-    return running.plain(made) if isinstance(made, dict) else made.as_dict() if hasattr(made, "findings") else None
+    return planning.plain(made) if isinstance(made, dict) else made.as_dict() if hasattr(made, "findings") else None
 
 
 def cases() -> list[Case]:

@@ -41,6 +41,7 @@ Kept = Literal["all", "content", "last"]
 """Tokens that a conversion keeps."""
 
 Item = TypeVar("Item")
+Group = TypeVar("Group")
 Scalar = TypeVar("Scalar", bound=np.generic)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -79,6 +80,11 @@ def numpy_type(value: Any, what: str) -> np.dtype[np.generic]:
         meant = _SHORT_NAMES.get(value) if isinstance(value, str) else None
         raise DtypeError(f"{what}{value!r:.80} is not a dtype" + (f"; write {meant!r}" if meant else "")) from error
     return numpy_dtype
+
+
+def popped(kind: type[Group], options: dict[str, Any]) -> Group:
+    """The value of a group of options that a call may have, such as a dataclass; they are removed from the others."""
+    return kind(**{name: options.pop(name) for name in kind.__annotations__ if name in options})
 
 
 def is_one_of(value: object, words: Iterable[str]) -> TypeGuard[str]:

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from actshard.base.errors import FormatError, boundary
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, Faults, FormatError, boundary
 from actshard.base.location import Location
 
 _T = TypeVar("_T")

@@ -4,7 +4,7 @@
 Each has a code and a text. Codes are public and stable: they are added, never renamed or removed. Programs should compare codes,
 not texts.
 
-Codes that several formats use are declared here, those of one format in ``formats/<name>/codes.py``. ``scripts/verify_page.py``
+Codes that several formats use are declared here, those of one format in its folder. ``scripts/verify_page.py``
 generates the tables of ``docs/verify.md`` from them.
 """
 

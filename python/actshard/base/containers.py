@@ -1,9 +1,4 @@
-"""Files of ``torch.save``, read without torch: the saved object, and the places of its tensors.
-
-Nothing in a file is executed or imported; see docs/formats/torch.md. Formats find tensors by keys and positions
-(:meth:`TorchFile.find`), read small ones as arrays (:meth:`TorchFile.array`), and rows of large ones at their offsets
-(:class:`~actshard._native.StoredArray`: dtype, shape, strides, offset).
-"""
+"""Files of other programs: those of ``torch.save``, read without torch, and footers of Parquet files."""
 
 from __future__ import annotations
 
@@ -15,15 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard._native import RefusedObject, StoredArray
+from actshard._native import ParquetFooter, RefusedObject, StoredArray
 from actshard.base._arguments import stored
 from actshard.base.errors import ActshardError, FormatError, UnsafePickleError, UnsupportedError
 from actshard.base.location import Location
 
+__all__ = ["SUFFIXES", "ParquetFooter", "RefusedObject", "StoredArray", "TorchFile", "read_torch", "refusal"]
+
+
 SUFFIXES = (".pt", ".pth", ".ckpt", ".bin", ".pt.gz", ".pth.gz", ".ckpt.gz")
 """Usual names of files of ``torch.save``."""
-
-__all__ = ["SUFFIXES", "RefusedObject", "StoredArray", "TorchFile", "read_torch", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -187,3 +183,37 @@ def read_torch(paths: Iterable[Location], limit: int = 1 << 30) -> list[TorchFil
     """
     places = list(paths)
     return [TorchFile(path, native) for path, native in zip(places, _native.read_torch(places, limit), strict=True)]
+
+
+# Footers of Parquet files: row groups, and the offsets, sizes and ranges of their columns.
+#
+# The core parses them, because pyarrow's accessors of a column chunk (``metadata.row_group(i).column(j)``) end the process for
+# some damaged footers. pyarrow reads schemas and values: its errors for the same files are Python exceptions.
+
+
+_END = 8
+"""Bytes after the footer: its length, and a mark."""
+_FIRST = 64 << 10
+"""Bytes of the first read, which contain most footers."""
+
+
+def read_footer(path: Location) -> ParquetFooter:
+    """Reads and checks the footer of a Parquet file, in one read or two. Values and the headers of pages are not read.
+
+    Raises:
+        MissingFileError, NotAFileError, FileAccessError: the file cannot be read.
+        FormatError, TruncatedFileError: the footer is damaged; the error names the byte.
+        UnsupportedError: the file is encrypted.
+    """
+    size = path.regular("open").size
+    start = max(size - _FIRST, 0)
+    tail = path.read(start, size - start)
+    try:
+        begin = _native.parquet_footer_begin(tail[-_END:], size)
+        if begin < start:
+            start = begin
+            tail = path.read(start, size - start)
+        return _native.parquet_footer(tail[begin - start : -_END], begin)
+    except ActshardError as error:
+        error.path = error.path or path.place
+        raise

@@ -1,4 +1,4 @@
-"""The command ``actshard``: one subcommand per function of the Python API, one module each."""
+"""The command ``actshard``: one subcommand per function of the Python API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import actshard
 from actshard.base._arguments import many
 from actshard.base.errors import ActshardError, UnknownFormatError, boundary
 from actshard.base.location import Location
-from actshard.cli._app import CLOSED_PIPE, COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about
+from actshard.cli._app import CLOSED_PIPE, COULD_NOT_RUN, ERRORS, FINE, WARNINGS, Commands, TruncatedData, about, output
 from actshard.cli._capturing_commands import capture_command
 from actshard.cli._looking_commands import plot_command, report_command
 from actshard.cli._messages import OF_CACHES, message
@@ -69,7 +69,6 @@ from actshard.cli._options import (
     layers_option,
     refuse_other_options,
 )
-from actshard.cli._output import output
 from actshard.cli._plan_commands import plan_app
 from actshard.plan.runners import ENGINES
 
@@ -155,7 +154,7 @@ def info_command(
     from actshard.cli.latents import opened
 
     store = opened(location, format, layout, incomplete)
-    output(json, lambda: verb.about(store), lambda: verb.show(store))
+    output(json, lambda: verb.about(store), lambda: verb.show_info(store))
 
 
 @app.command("head", **about("head"))
@@ -186,12 +185,12 @@ def head_command(
         decoder = caches.tokenizer_of(tokens, tokenizer)
         output(json, lambda: caches.rows(tokens, n, decoder), lambda: caches.show_rows(tokens, n, decoder))
         return
-    from actshard.cli import head as verb
+    from actshard.cli import info as verb
     from actshard.cli.latents import opened
 
     store = opened(location, format, layout, incomplete)
     verb.refuse_options_of_caches(store, *["--tokenizer"] * bool(tokenizer), *["--text"] * text)
-    output(json, lambda: verb.rows(store, n), lambda: verb.show(store, n))
+    output(json, lambda: verb.rows(store, n), lambda: verb.show_rows(store, n))
 
 
 @app.command("top", **about("top"))
@@ -212,7 +211,7 @@ def top_command(
     json: JsonOption = False,
 ) -> None:
     """Print one example token by token: text, norm, largest dimensions; or one row of a token cache."""
-    from actshard.cli import top as verb
+    from actshard.cli import caches as verb
 
     location = _place(path, storage_option, cache)
     rows = None if layout is not None else _cache_at(location, format)
@@ -222,7 +221,7 @@ def top_command(
         return
     store = actshard.open(location, format, layout=layout)
     inspection = verb.look(store, example, layer, tokenizer, 3 if largest is None else largest)
-    output(json, inspection.as_dict, lambda: verb.show(store, inspection, tokens))
+    output(json, inspection.as_dict, lambda: verb.show_example(store, inspection, tokens))
 
 
 @app.command("stats", **about("stats"))
@@ -282,11 +281,11 @@ def bench_stream_command(
     json: JsonOption = False,
 ) -> None:
     """Stream a dataset and print bytes per second, time to the first batch, and the quality of the shuffle."""
-    from actshard.cli import bench_stream as verb
+    from actshard.cli import demo as verb
 
     reading: Any = mode  # open() checks it
     store = actshard.open(_place(path, storage_option, cache), format, io=reading, layout=layout)
-    measurement = verb.run(
+    measurement = verb.measure_stream(
         store,
         _layers_named(store, layer),
         batch_size,
@@ -297,12 +296,12 @@ def bench_stream_command(
         dtype=dtype or None,
         seed=seed,
     )
-    output(json, lambda: measurement, lambda: verb.show(measurement))
+    output(json, lambda: measurement, lambda: verb.show_measurement(measurement))
 
 
 def _layers_named(store: actshard.Store, words: str) -> Layer | list[Layer]:
     """Parses ``--layer`` for a stream."""
-    from actshard.cli._layers import of_store
+    from actshard.cli._options import of_store
 
     if words == "all" and "all" not in store.layers:
         return "all"
@@ -356,8 +355,7 @@ def convert_command(
 ) -> None:
     """Convert a dataset to another format. Resumable. --dry-run lists all losses; it exits with 2 if --to is not possible."""
     from actshard.cli import convert as verb
-    from actshard.cli._layers import has_range, renamed
-    from actshard.cli._places import options_named
+    from actshard.cli._options import has_range, options_named, renamed
 
     arguments = {
         "layers": renamed(layer, "--layer"),
@@ -504,10 +502,10 @@ def verify_command(
     json: JsonOption = False,
 ) -> None:
     """Check a dataset against its format. Exit status: 0 no warnings or errors, 1 warnings, 2 errors, 3 could not run."""
-    from actshard.cli import verify as verb
+    from actshard.cli import info as verb
 
-    report = verb.run(_place(path, storage_option, cache), format, deep, layout, incomplete, quiet=quiet or json)
-    output(json, report.as_dict, lambda: verb.show(report))
+    report = verb.run_verify(_place(path, storage_option, cache), format, deep, layout, incomplete, quiet=quiet or json)
+    output(json, report.as_dict, lambda: verb.show_report(report))
     raise typer.Exit(report.status)
 
 
@@ -557,7 +555,7 @@ def run_command(
     json: JsonOption = False,
 ) -> None:
     """Run the unfinished tasks of a plan, then commit it. After an interruption, run it again."""
-    from actshard.cli import running as verb
+    from actshard.cli import planning as verb
     from actshard.cli.convert import options_named
 
     loaded_plan = actshard.plan.load(plan)
@@ -586,7 +584,7 @@ def run_command(
     if no_commit:
         output(json, outcome.as_dict, lambda: verb.show_status(loaded_plan, outcome, plan))
         return
-    output(json, lambda: verb.plain(outcome), lambda: verb.show(loaded_plan, outcome, quiet=quiet))
+    output(json, lambda: verb.plain(outcome), lambda: verb.show_outcome(loaded_plan, outcome, quiet=quiet))
     raise typer.Exit(verb.exit_status(outcome))
 
 
@@ -602,7 +600,7 @@ def status_command(
 
     Exit status: 0 all done, 1 tasks left, 2 tasks failed, 3 could not run.
     """
-    from actshard.cli import running as verb
+    from actshard.cli import planning as verb
 
     loaded_plan = actshard.plan.load(plan)
     for status in verb.statuses(loaded_plan, watch):
@@ -613,11 +611,11 @@ def status_command(
 @app.command("commit", **about("commit"))
 def commit_command(plan: PlanArgument, json: JsonOption = False) -> None:
     """Combine the results of a plan's tasks. After an interruption, run it again."""
-    from actshard.cli import running as verb
+    from actshard.cli import planning as verb
 
     loaded_plan = actshard.plan.load(plan)
     outcome = verb.commit(loaded_plan, plan)
-    output(json, lambda: verb.plain(outcome), lambda: verb.show(loaded_plan, outcome))
+    output(json, lambda: verb.plain(outcome), lambda: verb.show_outcome(loaded_plan, outcome))
     raise typer.Exit(verb.exit_status(outcome))
 
 
@@ -638,25 +636,25 @@ def stage_command(
     json: JsonOption = False,
 ) -> None:
     """Copy a dataset, or some of its layers, to a local folder. Resumable. Processes that run it at once share one copy."""
-    from actshard.cli import stage as verb
+    from actshard.cli import remote as verb
 
-    copy = verb.run(source, folder, layer, storage_option, check=not no_check, quiet=quiet or json)
-    output(json, copy.as_dict, lambda: verb.show(copy))
+    copy = verb.run_stage(source, folder, layer, storage_option, check=not no_check, quiet=quiet or json)
+    output(json, copy.as_dict, lambda: verb.show_copy(copy))
 
 
 @cache_app.command("info", **about("cache info"))
 def cache_info_command(folder: CacheFolder = None, json: JsonOption = False) -> None:
     """Print folder, size, limit and number of objects."""
-    from actshard.cli import caching as verb
+    from actshard.cli import remote as verb
 
     usage = actshard.cache_info(folder)
-    output(json, usage.as_dict, lambda: verb.show(usage))
+    output(json, usage.as_dict, lambda: verb.show_usage(usage))
 
 
 @cache_app.command("clear", **about("cache clear"))
 def cache_clear_command(folder: CacheFolder = None, json: JsonOption = False) -> None:
     """Remove all cached objects. Processes that use the cache continue and download again."""
-    from actshard.cli import caching as verb
+    from actshard.cli import remote as verb
 
     before = actshard.cache_info(folder)
     after = actshard.clear_cache(folder)
@@ -687,8 +685,8 @@ def push_command(
     json: JsonOption = False,
 ) -> None:
     """Upload a dataset to a bucket or the hub. Resumable: only missing files are sent."""
-    from actshard.cli import push as verb
-    from actshard.cli._places import options_named
+    from actshard.cli import remote as verb
+    from actshard.cli._options import options_named
 
     options = options_named(storage_option) or None
     arguments = {
@@ -698,8 +696,8 @@ def push_command(
         "links": links,
         "storage_options": options,
     }
-    upload = verb.run(folder, url, quiet=quiet or json, **arguments)
-    output(json, upload.as_dict, lambda: verb.show(upload))
+    upload = verb.run_push(folder, url, quiet=quiet or json, **arguments)
+    output(json, upload.as_dict, lambda: verb.show_upload(upload))
 
 
 @app.command("completion", **about("completion"))
@@ -716,11 +714,11 @@ def demo_command() -> None:
     """Fit a linear probe per layer on the bundled dataset and print its accuracy on the verb's tense."""
     from actshard.cli import demo as verb
 
-    verb.run()
+    verb.run_demo()
 
 
 def _place(path: str, options: list[str] | None, cache: str) -> Location:
-    from actshard.cli._places import place
+    from actshard.cli._options import place
 
     return place(path, options, cache)
 

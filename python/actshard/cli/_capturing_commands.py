@@ -6,6 +6,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from actshard.cli._app import output
 from actshard.cli._options import (
     JsonOption,
     PadOption,
@@ -15,7 +16,6 @@ from actshard.cli._options import (
     layers_option,
     refuse_other_options,
 )
-from actshard.cli._output import output
 from actshard.formats import registry
 
 ModelArgument = Annotated[

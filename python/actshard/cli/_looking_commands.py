@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from actshard.cli._app import output
 from actshard.cli._options import (
     PLOTS,
     PLOTS_OF_CACHES,
@@ -20,7 +21,6 @@ from actshard.cli._options import (
     StatsRows,
     StatsTokens,
 )
-from actshard.cli._output import output
 
 _OF_TOKENS = f"; of a token cache: {', '.join(PLOTS_OF_CACHES)}"
 TokenizerFolder = Annotated[str, typer.Option(help="A folder with tokenizer.json, to show the text of tokens.")]
@@ -55,9 +55,9 @@ def report_command(
     json: JsonOption = False,
 ) -> None:
     """Write one HTML file about a dataset or token cache: findings with advice, plots, layers, texts coloured by norm."""
-    from actshard.cli import report as verb
+    from actshard.cli import plot as verb
 
-    page = verb.run(
+    page = verb.run_report(
         path,
         out,
         layer,
@@ -107,8 +107,8 @@ def plot_command(
 ) -> None:
     """Draw one plot of a dataset or token cache to an SVG or PNG file."""
     from actshard.cli import plot as verb
-    from actshard.cli._places import place
+    from actshard.cli._options import place
 
     location = place(path, storage_option, cache)
     options = {"tokens": tokens, "format": format, "layout": layout, "of": label or None, "color": color or None}
-    typer.echo(str(verb.run(location, what, out, layer, quiet=quiet, **options)))
+    typer.echo(str(verb.run_plot(location, what, out, layer, quiet=quiet, **options)))

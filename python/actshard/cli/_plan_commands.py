@@ -8,7 +8,7 @@ import typer
 
 import actshard
 from actshard import formats
-from actshard.cli._app import Commands, about
+from actshard.cli._app import Commands, about, output
 from actshard.cli._capturing_commands import (
     CaptureColumns,
     CaptureDtype,
@@ -64,9 +64,8 @@ from actshard.cli._options import (
     TokensPerExample,
     TruncateOption,
     WorkFolder,
+    shown_warnings,
 )
-from actshard.cli._output import output
-from actshard.cli._places import shown_warnings
 from actshard.formats import registry
 
 plan_app = typer.Typer(
@@ -87,7 +86,7 @@ def _write_plan(plan: Any, file: str, replace: bool, no_measure: bool, json: boo
         return
     path = verb.save(plan, file, replace)
     summary = verb.PlanSummary.of(plan, path, "--no-measure" if no_measure else verb.rate(plan, quiet=json))
-    output(json, summary.as_dict, lambda: verb.show(summary))
+    output(json, summary.as_dict, lambda: verb.show_plan(summary))
 
 
 @plan_app.command("capture", **about("plan capture"))
@@ -182,7 +181,7 @@ def plan_convert_command(
 ) -> None:
     """Plan a conversion. For any number of tasks, the result is byte-identical to that of `actshard convert`."""
     from actshard.cli import convert as verb
-    from actshard.cli._layers import has_range, renamed
+    from actshard.cli._options import has_range, renamed
 
     kinds: Any = tokens  # convert() checks it
     plan = actshard.plan.convert(
@@ -239,7 +238,7 @@ def plan_stats_command(
     json: JsonOption = False,
 ) -> None:
     """Plan the statistics of layers. The commit prints the same values as `actshard stats`, bit for bit."""
-    from actshard.cli._layers import of_store
+    from actshard.cli._options import of_store
 
     layers = None
     if layer and layer != "all":
@@ -339,7 +338,7 @@ def plan_stage_command(
     json: JsonOption = False,
 ) -> None:
     """Plan a copy of a dataset, or some of its layers. The result is the same folder as that of `actshard stage`."""
-    from actshard.cli.stage import layers_of
+    from actshard.cli.remote import layers_of
 
     names = layers_of(source, layer, None)
     _write_plan(actshard.plan.stage(source, folder, names, tasks=tasks), out, replace, no_measure, json)

@@ -17,7 +17,7 @@ from actshard.base.errors import ArgumentError
 from actshard.base.layers import Layer, listing
 from actshard.cli._app import FINE, WARNINGS
 from actshard.cli._format import duration, size
-from actshard.cli._layers import several
+from actshard.cli._options import several
 from actshard.cli._progress import progress
 from actshard.writing.capturing import request_files
 from actshard.writing.capturing.request_files import Fold

@@ -14,11 +14,10 @@ from actshard.base._arguments import many, one_of
 from actshard.base.errors import ArgumentError
 from actshard.base.layers import Layer
 from actshard.base.location import Location
-from actshard.cli._format import console, size
-from actshard.cli._layers import of_store
+from actshard.cli._format import TableColumn, console, show_table, size
 from actshard.cli._messages import spelled
+from actshard.cli._options import of_store
 from actshard.cli._progress import progress
-from actshard.cli._tables import TableColumn, show_table
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
 from actshard.writing.converting import Conversion, Preview, convert, preview

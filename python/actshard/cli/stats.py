@@ -14,16 +14,12 @@ from rich.markup import escape
 
 from actshard.base.errors import ActshardError
 from actshard.base.layers import Layer, plain
-from actshard.cli._format import console, one_line
+from actshard.cli._format import TableColumn, console, one_line, show_table
 from actshard.cli._progress import TaskWatch, progress
-from actshard.cli._tables import TableColumn, show_table
-from actshard.looking.examining import MassiveRow, massive_rows
-from actshard.looking.repeating import repeated_examples
+from actshard.looking.examining import MassiveRow, massive_rows, repeated_examples
 from actshard.looking.saved import kept, kept_in
-from actshard.looking.stats import Stats
-from actshard.looking.stats.across import advice_of
-from actshard.looking.stats.advice import Advice
-from actshard.looking.stats.summary import POSITION_QUANTILES
+from actshard.looking.stats import Stats, advice_of
+from actshard.looking.stats.summary import POSITION_QUANTILES, Advice
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
 from actshard.streaming.selection import Selection

@@ -11,10 +11,9 @@ from rich.text import Text
 from actshard.base._arguments import local_path, many
 from actshard.base.errors import ActshardError, ArgumentError
 from actshard.base.location import Location
-from actshard.cli._format import console, one_line
-from actshard.cli._places import shown_warnings
+from actshard.cli._format import TableColumn, console, one_line, show_table
+from actshard.cli._options import shown_warnings
 from actshard.cli._progress import progress
-from actshard.cli._tables import TableColumn, show_table
 from actshard.cli.convert import options_named
 from actshard.tokens.building import Build, BuildOptions
 from actshard.tokens.cache import TokenCache

@@ -19,7 +19,7 @@ import actshard
 from actshard import Layer, Store
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, DtypeError, FormatError, NotStoredError
-from actshard.streaming.content import content_range
+from actshard.streaming.readable import content_range
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -1,6 +1,6 @@
 """Dataset formats, one folder each. A folder's ``__init__`` declares its :class:`Format` as ``FORMAT``.
 
-- ``<name>/``: ``read``, ``write``, ``check``, ``merge``, ``columns`` of one format
+- ``<name>/``: ``read`` and ``write`` of one format, and where they are long ``check``, ``merge``, ``files``
 - ``format``: the interface of formats; ``registry``: the installed formats
 - ``contents``, ``target``, ``report``, ``merging``, ``carrying``: data exchanged between formats and verbs
 

@@ -24,9 +24,8 @@ from actshard.base.errors import ArgumentError, FormatError
 from actshard.base.work import FOLDER, rename, sync_folders
 from actshard.formats.carrying import Carrying
 from actshard.formats.draft_examples import FLOATS, IDS, MASKS
-from actshard.formats.per_token import LAST
+from actshard.formats.per_token import LAST, TokenTarget
 from actshard.formats.target import AllExamples, Block, Spec, only
-from actshard.formats.token_target import TokenTarget
 from actshard.formats.torch_zip import NewTensor, TorchArchive
 
 if TYPE_CHECKING:

@@ -79,7 +79,8 @@ class Format:
     """Further such names, which are requested if no format recognizes the dataset by the others."""
 
     rooms: ClassVar[Mapping[Room, str]] = MappingProxyType({})
-    """``module:function`` or ``module:Class`` by method name. ``.module`` is relative to the package that declares the format.
+    """``module:function`` or ``module:Class`` by method name. ``.module`` is relative to the package that declares the format, and
+    ``.`` is this package.
 
     Functions take the method's arguments, with paths as :class:`~actshard.base.location.Location`. ``target``, ``merger`` and
     ``carrying`` are classes.

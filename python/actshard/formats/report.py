@@ -12,16 +12,17 @@ from typing import Any, TypeVar
 
 from actshard.base._json import show
 from actshard.base.codes import ERROR, NOTE, WARNING, findings
+from actshard.base.containers import TorchFile
 from actshard.base.errors import (
     ActshardError,
     ClosedError,
+    Faults,
     InternalError,
     InterruptedReadError,
     NoMemoryError,
     boundary,
     place_of,
 )
-from actshard.base.faults import Faults
 from actshard.base.location import Location
 from actshard.formats.foreign import tell
 
@@ -259,3 +260,30 @@ class Collected(Faults):
         except ActshardError as error:
             error.path = error.path or place_of(path)
             self.add(error)
+
+
+# Checks of files of ``torch.save``, for all formats that have them.
+
+
+_TIMES = 2
+"""A file may be this many times as large as its tensors before it is reported."""
+_LEAST = 1024
+"""Files up to this size in bytes are not reported as too large."""
+_SHOWN = 4
+
+
+def check_torch(file: TorchFile, report: Report) -> None:
+    """Checks the size of a file against its tensors, and names objects that are not built; if deep, also checks the checksums."""
+    refused = file.refused
+    file_bytes, tensors = file.sizes
+    # Tensors that are not read, such as sparse ones, have storages, too.
+    if file_bytes > max(_TIMES * tensors, _LEAST) and not refused:
+        times = f", {file_bytes // tensors} times as many" if tensors else ""
+        report.add("oversized-file", file.path, f"{file_bytes} bytes for tensors of {tensors} bytes{times}")
+    if refused:
+        names = [f"{steps} ({entry.name})" for steps, entry in list(refused.items())[:_SHOWN]]
+        rest = f" and {len(refused) - _SHOWN} more" if len(refused) > _SHOWN else ""
+        report.add("unread-object", file.path, f"entries that are not read: {', '.join(names)}{rest}")
+    if report.deep:
+        for offset in file.damaged():
+            report.add("record-checksum", file.path, "other bytes", "the content of the CRC-32", f"byte {offset}")

@@ -31,8 +31,15 @@ from actshard.base._arguments import many, one_of, shown_bytes, stored
 from actshard.base._json import read_json
 from actshard.base.codes import Remark
 from actshard.base.containers import TorchFile, read_torch
-from actshard.base.errors import ActshardError, ArgumentError, FormatError, NoMemoryError, UnsupportedError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import (
+    RAISE,
+    ActshardError,
+    ArgumentError,
+    Faults,
+    FormatError,
+    NoMemoryError,
+    UnsupportedError,
+)
 from actshard.base.location import Location
 from actshard.formats.parquet_vectors.files import ParquetFile, check_one_dataset, parquet_files
 

@@ -42,8 +42,7 @@ from actshard.base.logs import LOG
 from actshard.base.work import make_folder, write_bytes_at_once
 from actshard.looking.stats import COUNTS, FLOATS, Stats
 from actshard.reading.inputs import fingerprint
-from actshard.streaming.readable import Readable
-from actshard.streaming.rows import SelectedRows
+from actshard.streaming.readable import Readable, SelectedRows
 from actshard.streaming.selection import Selection
 
 VERSION = 3

@@ -28,11 +28,10 @@ from actshard.base._json import show
 from actshard.base._schema import Amount, AnyText, Count, json_values
 from actshard.base.errors import ArgumentError, ChangedInputError
 from actshard.base.location import Location
-from actshard.base.work.children import peak_memory
+from actshard.base.work.pool import peak_memory
 from actshard.formats import registry
 from actshard.formats.target import Target
 from actshard.plan.book import work_folder
-from actshard.plan.checking import ExamplesTask, Span
 from actshard.plan.creating import (
     MOST_TASKS,
     CreateArguments,
@@ -49,7 +48,7 @@ from actshard.plan.creating import (
 )
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
-from actshard.plan.verb import Beat, Result
+from actshard.plan.verb import Beat, ExamplesTask, Result, Span
 from actshard.reading.inputs import Input
 from actshard.writing.capturing.arguments import input_settings, model_settings, output_settings, run_settings
 from actshard.writing.capturing.choosing import Chooser, choice_of
@@ -58,7 +57,7 @@ from actshard.writing.capturing.records import records_of
 from actshard.writing.capturing.result import Problem
 from actshard.writing.capturing.running import OnNonfinite
 from actshard.writing.capturing.transformers_models import named_tokenizer
-from actshard.writing.converting.segments import balanced
+from actshard.writing.converting.blocks import balanced
 from actshard.writing.creating import make_target
 from actshard.writing.existing import Fitting
 

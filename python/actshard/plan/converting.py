@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -28,6 +28,7 @@ import actshard._native as _native
 from actshard import formats
 from actshard.base import _arguments
 from actshard.base._arguments import many
+from actshard.base._columns import numbers
 from actshard.base._schema import json_values
 from actshard.base.errors import (
     ActshardError,
@@ -39,12 +40,11 @@ from actshard.base.errors import (
 )
 from actshard.base.layers import Layer
 from actshard.base.request import Request, digests_of, joined_digests
-from actshard.base.work import FOLDER, LOCK, locked, look, make_folder, rename, sync_folders
+from actshard.base.work import FOLDER, LOCK, locked, look, make_folder, read_table, rename, sync_folders, write_table
 from actshard.formats.options import FormatOptions
 from actshard.formats.target import AllExamples, Apart, Target, environment_time
-from actshard.plan import converting_checks, examples, process
+from actshard.plan import converting_checks, process
 from actshard.plan.book import RESULT, remove_work_folders, work_folder
-from actshard.plan.checking import OpenArguments
 from actshard.plan.converting_checks import (
     ConvertArguments,
     PlannedSettings,
@@ -57,11 +57,11 @@ from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.needs import conversion_reads, converting
 from actshard.plan.plan import Plan
 from actshard.plan.reading import described
-from actshard.plan.verb import Beat, Result, Verb, shortened
+from actshard.plan.verb import Beat, OpenArguments, Result, Verb, shortened
 from actshard.reading.finding import check_opens, is_finished
 from actshard.reading.inputs import Input, inputs_of, newest
 from actshard.reading.store import Store
-from actshard.writing.converting.blocks import copy_blocks, survey
+from actshard.writing.converting.blocks import Layout, balanced, copy_blocks, survey
 from actshard.writing.converting.columns import Columns, NumbersMatterError
 from actshard.writing.converting.planning import (
     OVERFLOW,
@@ -78,12 +78,79 @@ from actshard.writing.converting.planning import (
     refuse_target_within,
     source,
 )
-from actshard.writing.converting.predicting import predict, refuse_full
+from actshard.writing.converting.previewing import predict, refuse_full
 from actshard.writing.converting.running import Conversion
-from actshard.writing.converting.segments import Layout, balanced
 from actshard.writing.existing import check_written, complete_at
-from actshard.writing.recorded import columns_in, lengths_in
-from actshard.writing.segment import SegmentWriter, write_memory
+from actshard.writing.sink import TOKENS, SegmentWriter, columns_in, lengths_in, write_memory
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+# Lengths and columns of the examples that tasks of a conversion wrote, for the commit.
+#
+# Up to 256 lengths are stored in the task's result, so that the commit of 10,000 tasks opens only one file per task. Longer
+# tables, and columns, are stored next to the result in an Arrow file.
+
+
+EXAMPLES, LENGTHS = "examples.arrow", "tokens"
+_INLINE = 256
+"""Most examples of a task whose lengths are stored in its result."""
+
+
+def write_examples(folder: Path, table: pa.Table) -> dict[str, object]:
+    """Stores the examples of a task: returns the values for its result, or writes a file in its folder and returns none."""
+    if table.column_names == [TOKENS] and table.num_rows <= _INLINE and not table[TOKENS].null_count:
+        return {LENGTHS: table[TOKENS].to_pylist()}
+    write_table(folder / EXAMPLES, table)
+    return {}
+
+
+def check_lengths(results: Sequence[Result], lacking: bool) -> None:
+    """Raises FormatError for invalid lengths in results. ``lacking``: examples may lack layers, which is length -1."""
+    for result in results:
+        if (lengths := result.value.get(LENGTHS)) is not None and min(_checked(lengths, result), default=0) < -lacking:
+            raise FormatError(f"task {result.task}: expected lengths of at least 0, found -1", path=result.folder)
+
+
+def read_examples(results: Sequence[Result]) -> list[pa.Table]:
+    """The examples of tasks, in order. Consecutive tasks whose lengths are in their results share one table.
+
+    Raises:
+        FormatError: a file or a result is damaged.
+    """
+    import pyarrow as pa
+
+    tables: list[pa.Table] = []
+    lengths: list[int] = []
+    for result in results:
+        task_lengths = result.value.get(LENGTHS)
+        if task_lengths is not None:
+            lengths += _checked(task_lengths, result)
+            continue
+        if lengths:
+            tables.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
+            lengths = []
+        tables.append(read_table(result.folder / EXAMPLES))
+    if lengths:
+        tables.append(pa.table({TOKENS: numbers(np.array(lengths, np.int64))}))
+    return tables
+
+
+def _checked(lengths: object, result: Result) -> list[int]:
+    """Returns the lengths; raises FormatError if they are not those of the task's examples."""
+    first, end = result.value["examples"]
+    if (
+        not isinstance(lengths, list)
+        or len(lengths) != end - first
+        or not all(type(n) is int and -1 <= n < 1 << 62 for n in lengths)
+    ):
+        raise FormatError(
+            f"task {result.task}: expected the lengths of {end - first:,} examples, found {str(lengths)[:80]}",
+            path=result.folder,
+        )
+    return lengths
+
 
 FILES = "files"
 _EXAMPLE_WEIGHT = 64
@@ -411,7 +478,7 @@ class Converting(Verb[_OpenedPlan]):
             writer.abort()
         commit = writer.last
         assert commit is not None
-        lengths = examples.write(folder, commit.table)
+        lengths = write_examples(folder, commit.table)
         return {
             "examples": list(span[:2]),
             "layers": part.get("layers"),
@@ -441,7 +508,7 @@ class Converting(Verb[_OpenedPlan]):
                 )
             if "layers" not in task:
                 a, b = task["examples"]
-                examples.check([result], self._open(plan).request.store.contents.lacks_layers)
+                check_lengths([result], self._open(plan).request.store.contents.lacks_layers)
                 if a != position:
                     what = "a hole" if a > position else "an overlap"
                     raise FormatError(
@@ -494,7 +561,7 @@ class Converting(Verb[_OpenedPlan]):
         if is_finished(target.root, target.format):
             check_written(target.request, target.root)
         range_results = results[:1] if "layers" in plan.tasks[0] else results
-        tables = examples.read(range_results)
+        tables = read_examples(range_results)
         columns, mixed = columns_in(tables)
         if mixed:
             raise ArgumentError(

@@ -19,8 +19,8 @@ from actshard.base.errors import FormatError
 from actshard.base.layers import Layer
 from actshard.base.request import DigestTexts, Request
 from actshard.plan.book import work_folder
-from actshard.plan.checking import LayoutValue, PlaceText, Span, check_spans
 from actshard.plan.data import Planned
+from actshard.plan.verb import LayoutValue, PlaceText, Span, check_spans
 from actshard.writing.converting.planning import OVERFLOW, TOKENS, TargetSettings
 
 _PIECE = 1 << 20
@@ -135,7 +135,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class ConvertResult:
-    """The result of a task. ``tokens``: see :mod:`actshard.plan.examples`."""
+    """The result of a task. ``tokens``: see :mod:`actshard.plan.converting`."""
 
     examples: Span
     layers: Span | None

@@ -45,17 +45,16 @@ from actshard.formats.options import FormatOptions
 from actshard.formats.target import Target
 from actshard.plan import process
 from actshard.plan.book import BEAT_SECONDS, remove_work_folders, work_folder
-from actshard.plan.checking import ExamplesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
-from actshard.plan.verb import Beat, Opened, Result, Verb
+from actshard.plan.verb import Beat, ExamplesTask, Opened, Result, Span, Verb, check_spans
 from actshard.reading.finding import is_finished
 from actshard.writing import Writer
-from actshard.writing.converting.predicting import refuse_full
+from actshard.writing.converting.previewing import refuse_full
 from actshard.writing.creating import Creation, make_target
 from actshard.writing.existing import Fitting, check_written, complete_at, creation_record
 from actshard.writing.merging import MergeRequest, run_merge
-from actshard.writing.segment import write_memory
+from actshard.writing.sink import write_memory
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike

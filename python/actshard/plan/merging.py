@@ -35,16 +35,15 @@ from actshard.base.work import (
 from actshard.formats.merging import Assembled, Merge
 from actshard.plan import process
 from actshard.plan.book import remove_work_folders, work_folder
-from actshard.plan.checking import FilesTask, Span, check_spans
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
-from actshard.plan.verb import Beat, Result, Verb
+from actshard.plan.verb import Beat, FilesTask, Result, Span, Verb, check_spans
 from actshard.reading.finding import is_finished
 from actshard.reading.inputs import LOOKED_AT, Input, inputs_of
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
-from actshard.writing.converting.predicting import refuse_full
-from actshard.writing.converting.segments import balanced
+from actshard.writing.converting.blocks import balanced
+from actshard.writing.converting.previewing import refuse_full
 from actshard.writing.existing import check_written
 from actshard.writing.merging import MergeRequest, check_merge, merger_of, run_merge
 

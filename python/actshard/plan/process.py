@@ -24,7 +24,7 @@ import numpy as np
 from actshard import formats
 from actshard.base.errors import ActshardError
 from actshard.base.location import Location
-from actshard.base.work.children import peak_memory
+from actshard.base.work.pool import peak_memory
 from actshard.reading.inputs import Input
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
@@ -34,7 +34,7 @@ from actshard.writing import create
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from actshard.plan.checking import OpenArguments
+    from actshard.plan.verb import OpenArguments
 
 UNKNOWN = 140 << 20
 """Bytes if a process cannot be measured: with pyarrow, 78 MiB of private memory and 40 to 70 MiB of libraries (CPython 3.11)."""

@@ -13,14 +13,17 @@ are copied as stored bytes. The result is byte-identical to that of ``build_cach
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import os
+import re
 import time
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -28,7 +31,7 @@ from numpy.typing import DTypeLike
 from actshard.base import _arguments
 from actshard.base._arguments import many
 from actshard.base._json import MAX_BYTES
-from actshard.base._schema import json_values
+from actshard.base._schema import Amount, AnyText, MismatchError, Rule, is_file_name, json_values, one_of
 from actshard.base.errors import (
     ArgumentError,
     ChangedInputError,
@@ -42,31 +45,175 @@ from actshard.base.work import FOLDER, make_folder, remove
 from actshard.plan.book import work_folder
 from actshard.plan.data import Planned, Predicted, fewer, identity
 from actshard.plan.plan import Plan
-from actshard.plan.tokenizing_checks import (
-    PieceCounts,
-    RowSettings,
-    SourceFile,
-    TokenizeArguments,
-    TokenizeResult,
-    TokenizerRecord,
-    TokenizeTask,
-    check_plan,
-)
 from actshard.plan.verb import Beat, Result, Verb
 from actshard.reading.finding import refuse_dataset
 from actshard.reading.inputs import Input, changed
 from actshard.tokens import estimating, formats, pieces, placing
-from actshard.tokens.building import BuildOptions, warn_of_no_eos, warn_of_skipped
+from actshard.tokens.building import ID_DTYPES, LAYOUTS, BuildOptions, is_time, warn_of_no_eos, warn_of_skipped
 from actshard.tokens.cache import TokenCache, open_cache
-from actshard.tokens.combining import PartRows, combine, problems_in, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat
 from actshard.tokens.ledger import CONSOLIDATED
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, local_now, takes_time
-from actshard.tokens.shards import Counts, Task, build_shard, write_rows
-from actshard.tokens.sources import Source, expand
+from actshard.tokens.shards import (
+    Counts,
+    PartRows,
+    Task,
+    build_shard,
+    combine,
+    problems_in,
+    skipped_by_shard,
+    write_rows,
+)
+from actshard.tokens.sources import RowProblem, Source, expand
 from actshard.tokens.tokenizer import FILES, PASSTHROUGH, Tokenizer, shared_tokenizer
-from actshard.tokens.writing import WRITE_HERE, FieldWriters
+from actshard.tokens.writing import STORAGES, WRITE_HERE, FieldWriters
+
+# The arguments, tasks and results of plans of token caches: their names and numbers determine which files are accessed.
+
+
+_SHARD = re.compile(r"\d{5,}_[\w-]+")
+_ShardName = Annotated[str, Rule("a shard's name", lambda name: _SHARD.fullmatch(name) is not None)]
+_Dtypes = Annotated[
+    Mapping[str, Annotated[str, one_of((*ID_DTYPES, "float32"))]],
+    Rule("names of fields", lambda names: bool(names) and all(map(is_file_name, names))),
+]
+_Time = Annotated[tuple[object, ...], Rule("a time of 11 values", lambda now: is_time(list(now)))]
+
+
+class SourceFile(NamedTuple):
+    """A file of records, and the name of its shard."""
+
+    path: Path
+    shard: _ShardName
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """The options that affect rows; see :meth:`actshard.tokens.building.BuildOptions.of_rows`."""
+
+    dtype: Annotated[str, one_of(ID_DTYPES)] | None
+    enforce_eos: bool
+    enforce_bos: bool
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """A tokenizer: the path of its files; or its contents, packed, if it was given as an object."""
+
+    name: AnyText
+    digest: str
+    path: Path | None
+    packed: str | None
+
+    def __post_init__(self) -> None:
+        if (self.path is None) == (self.packed is None):
+            raise MismatchError("a path, or a packed tokenizer", self.packed, "packed")
+
+
+@dataclass(frozen=True)
+class TokenizeArguments:
+    """The arguments of :func:`actshard.plan.tokenize`, and what they mean for the sources.
+
+    Attributes:
+        sources: the files, which are the first inputs of the plan.
+        skip: whether unusable records are skipped.
+        fields: the stored fields and their dtypes.
+        metadata: the ledger's ``preprocessor_metadata``.
+        tells_time: whether rows depend on the time of the build.
+        now: the time for chat templates.
+    """
+
+    out: Path
+    sources: tuple[SourceFile, ...]
+    tokenizer: TokenizerRecord | None
+    format: Mapping[str, object]
+    options: RowSettings
+    skip: bool
+    layout: Annotated[str, one_of(LAYOUTS)]
+    storage: Annotated[str, one_of(STORAGES)]
+    keep_shards: bool
+    fields: _Dtypes
+    metadata: Mapping[str, object]
+    tells_time: bool
+    now: _Time | None
+
+
+def _is_piece(piece: tuple[int, ...]) -> bool:
+    return len(piece) == 1 or (
+        len(piece) in (3, 6) and piece[1] < piece[2] and (len(piece) == 3 or piece[3] < piece[4])
+    )
+
+
+PieceNumbers = Annotated[tuple[Amount, ...], Rule("a piece of a source", _is_piece)]
+"""See :func:`actshard.tokens.pieces.as_list`."""
+
+
+@dataclass(frozen=True)
+class TokenizeTask:
+    """The pieces of sources that a task reads."""
+
+    bytes: Amount
+    pieces: tuple[PieceNumbers, ...]
+
+
+class PieceCounts(NamedTuple):
+    """Numbers of rows of a piece, of elements by field, and of unusable records; and the first of these records."""
+
+    rows: Amount
+    elements: tuple[Amount, ...]
+    skipped: Amount
+    unusable: tuple[RowProblem, ...]
+
+
+@dataclass(frozen=True)
+class TokenizeResult:
+    """The result of a task."""
+
+    bytes: Amount
+    units: Amount
+    tokens: Amount
+    pieces: tuple[PieceCounts, ...]
+
+
+def check_plan(plan: Planned, path: Path) -> None:
+    """Raises FormatError if the arguments or tasks are invalid for a token cache; ``path`` is the plan's file."""
+    arguments = plan.arguments_as(TokenizeArguments, path)
+    formats.as_format(arguments.format)
+    sources = arguments.sources
+    if not 0 < len(sources) <= len(plan.inputs) or len({source.shard for source in sources}) < len(sources):
+        raise FormatError("field 'arguments.sources': expected different files, which are among the inputs", path=path)
+    for i, (source, file) in enumerate(zip(sources, plan.inputs, strict=False)):
+        if str(source.path) != file.path or type(file.version) is not int or file.size is None:
+            raise FormatError(
+                f"field 'arguments.sources[{i}]': expected the path of input {i}, a local file", path=path
+            )
+    by_source: list[list[PieceNumbers]] = [[] for _ in sources]
+    for i, task in enumerate(plan.tasks_as(TokenizeTask, path)):
+        for piece in task.pieces:
+            if piece[0] >= len(sources):
+                raise FormatError(
+                    f"field 'tasks[{i}].pieces': expected pieces of {many(len(sources), 'source')}, found {list(piece)}",
+                    path=path,
+                )
+            by_source[piece[0]].append(piece)
+    for number, source_pieces in enumerate(by_source):
+        if not _is_whole(source_pieces, plan.inputs[number].size):
+            raise FormatError(
+                f"field 'tasks': expected pieces of source {number} without holes and overlaps", path=path
+            )
+
+
+def _is_whole(pieces: list[PieceNumbers], size: int | None) -> bool:
+    """Whether the pieces cover their source once."""
+    pieces.sort(key=lambda piece: piece[1:])
+    if [piece[1:] for piece in pieces] == [()]:
+        return True
+    kinds = {len(piece) for piece in pieces}
+    tiles = kinds in ({3}, {6}) and pieces[0][1] == 0 and pieces[-1][2] == size
+    joins = tiles and all(a[2] == b[1] and a[4:5] == b[3:4] for a, b in itertools.pairwise(pieces))
+    return joins and pieces[0][3:4] in ((), (0,)) and pieces[0][5:] in ((), (0,))
+
 
 ROWS, SHARDS, STAGED = "rows", "shards", "staged"
 _REMEDY = "remove it, or choose another folder"

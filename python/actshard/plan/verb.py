@@ -6,14 +6,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from actshard.base._json import show
-from actshard.base._schema import Kind, MismatchError, read_value
+from actshard.base._schema import Amount, Kind, MismatchError, Rule, is_file_text, read_value
 from actshard.base.errors import FormatError
 
 if TYPE_CHECKING:
     from actshard.plan.data import Planned
+
 
 Opened = TypeVar("Opened")
 Beat = Callable[[int, int], object]
@@ -132,3 +133,57 @@ def shortened(task: Mapping[str, Any], name: str, limit: int) -> dict[str, objec
     if not count or not size:
         return None
     return {**task, name: [first, first + count], "bytes": size * count // (end - first)}
+
+
+# Fields that the plans of several verbs have. A plan's hash detects accidental changes, but not a program that writes plans.
+
+
+def _is_place(text: str) -> bool:
+    return (is_file_text(text) and Path(text).is_absolute()) or (text.isprintable() and "://" in text)
+
+
+PlaceText = Annotated[str, Rule("an absolute path, or a URL", _is_place)]
+LayoutValue = str | Mapping[str, object] | None
+"""A description of files; see :func:`actshard.plan.reading.described`."""
+OpenArguments = tuple[str | tuple[str, ...], str | None, LayoutValue]
+"""Path, format and layout, as for :func:`actshard.open`."""
+
+
+class Span(NamedTuple):
+    """A range of examples, layers, files or leaves."""
+
+    first: Amount
+    end: Amount
+
+
+@dataclass(frozen=True)
+class ExamplesTask:
+    """The examples that a task reads or writes."""
+
+    examples: Span
+    bytes: Amount
+
+
+@dataclass(frozen=True)
+class FilesTask:
+    """The files that a task copies."""
+
+    files: Span
+    bytes: Amount
+
+
+def check_spans(spans: Sequence[Span], name: str, count: int, path: Path) -> None:
+    """Raises FormatError unless the tasks' ranges ``name`` follow each other from 0 to ``count``; ``path`` is the plan's file."""
+    end = 0
+    for i, span in enumerate(spans):
+        if not end == span.first <= span.end:
+            raise FormatError(
+                f"field 'tasks[{i}].{name}': expected a range that starts at {end}, found {list(span)}",
+                path=path,
+                code="metadata",
+            )
+        end = span.end
+    if end != count:
+        raise FormatError(
+            f"field 'tasks': expected ranges of {count:,} {name}, found {end:,}", path=path, code="metadata"
+        )

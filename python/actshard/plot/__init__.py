@@ -10,11 +10,9 @@ A path or URL may be given instead of an open store or token cache. ``ax=`` draw
 
 from __future__ import annotations
 
-from actshard.plot.activations import dimensions, gamma, ranges, shuffle
-from actshard.plot.caches import frequency, lengths, packing
+from actshard.plot.activations import dimensions, frequency, gamma, lengths, packing, ranges, shuffle
 from actshard.plot.norms import histogram, norms, positions
-from actshard.plot.projected import pca
-from actshard.plot.sampled import separability, similarity, spectrum
+from actshard.plot.sampled import pca, separability, similarity, spectrum
 from actshard.plot.style import save, style
 
 __all__ = [

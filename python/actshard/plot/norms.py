@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from actshard.base.layers import Layer
 from actshard.looking.stats.summary import MANTISSA_BITS, POSITION_QUANTILES, Norms
 from actshard.plot.activations import Measured, known, name_layers, scaled, style_unless, table_of
-from actshard.plot.opened import Plotted, store_of
-from actshard.plot.style import axes, below, labels, log, whole
+from actshard.plot.style import Plotted, axes, below, labels, log, store_of, whole
 from actshard.reading.store import Store
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ variables of the page. Files have a white background. The same data give the sam
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,10 +17,15 @@ from typing import TYPE_CHECKING, Any, cast
 from actshard.base.errors import ESCAPES, ArgumentError, ArgumentTypeError, MissingExtraError
 from actshard.base.layers import Layer, plain
 from actshard.base.work.files import write_bytes
+from actshard.reading.opening import open
+from actshard.reading.store import Store
+from actshard.tokens.cache import TokenCache, open_cache
+from actshard.tokens.looking import CacheLook, look
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
 
 SERIES = ("#0b5fa5", "#c2410c", "#15803d", "#7e22ce", "#a16207", "#0e7490")
 """Blue, orange, green, purple, brown, cyan: distinct for the colour-blind in this order."""
@@ -223,3 +229,47 @@ def inline(ax: Axes, name: str, title: str) -> str:
     for mark, colour in _PAGE.items():
         rest = rest.replace(mark, colour)
     return f'<svg viewBox="{box[1]}" role="img" aria-label="{title}">{rest.strip()}'
+
+
+# What plots draw: open stores and token caches, or paths that they open.
+
+
+Plotted = Store | str | os.PathLike[str]
+"""A dataset to plot."""
+PlottedCache = CacheLook | TokenCache | str | os.PathLike[str]
+"""A token cache to plot."""
+
+
+def store_of(source: Plotted) -> Store:
+    """Returns the store, or opens the dataset at a path or URL.
+
+    Raises:
+        ArgumentTypeError: the argument has another type.
+        Errors of :func:`actshard.open`.
+    """
+    if isinstance(source, Store):
+        return source
+    if isinstance(source, str | os.PathLike):
+        return open(source)
+    also = ""
+    if isinstance(source, TokenCache | CacheLook):
+        also = ". Token caches have the plots lengths, frequency and packing"
+    elif hasattr(source, "as_store"):
+        also = ". Pass its as_store()"
+    raise ArgumentTypeError(f"store: expected an open store or a path, found {type(source).__name__}{also}")
+
+
+def look_of(source: PlottedCache) -> CacheLook:
+    """Returns what was counted in a token cache; counts it if the cache or its path or URL is given.
+
+    Raises:
+        ArgumentTypeError: the argument has another type.
+        Errors of :func:`actshard.tokens.open_cache` and :func:`actshard.tokens.looking.look`.
+    """
+    if isinstance(source, CacheLook):
+        return source
+    if isinstance(source, TokenCache):
+        return look(source)
+    if isinstance(source, str | os.PathLike):
+        return look(open_cache(source))
+    raise ArgumentTypeError(f"found: expected a token cache, its path or look(cache), found {type(source).__name__}")

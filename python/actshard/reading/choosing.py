@@ -29,7 +29,7 @@ from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, ArgumentTypeError, ClosedError, warn
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.reading.chosen import Chosen
-from actshard.streaming.content import tokens_anywhere
+from actshard.streaming.readable import tokens_anywhere
 from actshard.streaming.selection import index_of, plain_index
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from actshard.base.layers import Layer
 from actshard.formats.contents import Contents, Logits, Router
 from actshard.formats.tables import cast_exactly, common_type, rows_only
 from actshard.formats.target import OTHER_TEXT as TEXTS
-from actshard.streaming.content import content_range, tokens_anywhere
+from actshard.streaming.readable import content_range, tokens_anywhere
 
 if TYPE_CHECKING:
     import pyarrow as pa

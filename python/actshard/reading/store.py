@@ -29,15 +29,14 @@ from actshard.base.errors import (
 from actshard.base.late import Late
 from actshard.base.layers import Layer, is_one, not_stored, one, plain, short, stored
 from actshard.formats.contents import Contents, Logits, Router
-from actshard.looking.sampled.verbs import SampledVerbs
+from actshard.looking.sampled import SampledVerbs
 from actshard.looking.stats import Stats
 from actshard.reading.absent import Closed, Without
 from actshard.reading.arrays import LayerArray
 from actshard.reading.describing import columns_of, identity_of, info_of, sample_of
 from actshard.reading.extending import ColumnVerbs
-from actshard.streaming.content import content_range, tokens_anywhere
 from actshard.streaming.normalizer import Normalizer, RowKind, read_normalized
-from actshard.streaming.rows import NativeSelection, SelectedRows
+from actshard.streaming.readable import NativeSelection, SelectedRows, content_range, tokens_anywhere
 from actshard.streaming.selection import COMPARED, column, memory_for_flags
 from actshard.streaming.verbs import StreamVerbs
 

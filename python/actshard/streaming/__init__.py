@@ -20,8 +20,7 @@ from actshard.base.location import Location
 from actshard.base.logs import LOG
 from actshard.streaming.epochs import Loop, Reader
 from actshard.streaming.readable import Readable
-from actshard.streaming.rescaling import Center, Divide, Normalize, Scale
-from actshard.streaming.row_epochs import RowEpochs, RowOrder, Shuffle
+from actshard.streaming.rescaling import AS_STORED, STORED_ORDER, Rescaling, RowEpochs, RowOrder
 from actshard.streaming.selection import Selection
 
 _UNIT = 4 << 20
@@ -86,19 +85,11 @@ class Stream(RowEpochs[Batch]):
         layer: Layer | Sequence[Layer] | Literal["all"],
         batch_size: int,
         selection: Selection,
+        rescaling: Rescaling = AS_STORED,
+        order: RowOrder = STORED_ORDER,
         *,
-        shuffle: Shuffle = None,
-        seed: int = 0,
-        epoch: int = 0,
         interleave: bool = False,
-        drop_last: bool = False,
-        rank: int = 0,
-        world_size: int = 1,
         dtype: DTypeLike | None = None,
-        center: Center = None,
-        scale: Scale = None,
-        divide: Divide = None,
-        normalize: Normalize = None,
         memory: int | str = "1GiB",
         reuse: bool = False,
         buffers: list[NDArray[np.generic]] | None = None,
@@ -116,8 +107,8 @@ class Stream(RowEpochs[Batch]):
             store,
             layer,
             selection,
-            (center, scale, divide, normalize),
-            RowOrder(shuffle, seed, epoch, drop_last, rank, world_size),
+            rescaling,
+            order,
             dtype=dtype,
             memory=memory,
             interleaved=interleave,
@@ -125,9 +116,9 @@ class Stream(RowEpochs[Batch]):
         )
         layer_count = len(self._layers) if interleave else 1
         self.left_out = {name: count * layer_count for name, count in self._rows.left_out.items()}
-        LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), shuffle)
+        LOG.debug("%s: stream of layers %s, shuffle=%s", store.path, short(self._layers), self.shuffle)
         path: object = store.path  # a Location, if it is not local
-        if shuffle == "exact" and isinstance(path, Location) and not path.storage.local:
+        if self.shuffle == "exact" and isinstance(path, Location) and not path.storage.local:
             self._warn_of_price()
 
     def _check_arguments(self) -> None:

@@ -18,7 +18,7 @@ from actshard.base._arguments import many
 from actshard.base.errors import ArgumentError
 from actshard.formats.tables import cast_exactly, common_type
 from actshard.formats.target import PREVIEW, TEXTS
-from actshard.streaming.content import content_range
+from actshard.streaming.readable import content_range
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -19,7 +19,7 @@ import hashlib
 import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
@@ -34,14 +34,11 @@ from actshard.reading.choosing import scrambled
 from actshard.reading.store import Store
 from actshard.streaming import Batch, Stream
 from actshard.streaming.epochs import Epochs, Loop, Reader
-from actshard.streaming.row_epochs import Shuffle
+from actshard.streaming.rescaling import Rescaling, RowOrder, Shuffle
 from actshard.streaming.selection import CONTENT, Selection
 
 _RING = 3
 """Number of arrays of a stream with ``reuse=True``, as for streams of one store."""
-
-_OF_VALUES = frozenset({"center", "scale", "divide", "normalize"})
-"""Arguments of a stream that change the values in a batch, but not its shape."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -123,29 +120,28 @@ class MixedStores:
             raise ArgumentError(f"{name}: not an argument of a mixture's stream{also}")
         # Given to every store, and an iterator can be read once.
         layer = list(layer) if isinstance(layer, Iterator) else layer
-        selection = Selection.pop(options)
+        selection, rescaling = Selection.pop(options), _arguments.popped(Rescaling, options)
         size = _arguments.whole(batch_size, "batch_size", 1)
         bound = _arguments.size(memory, "memory")
         counts = _counts(self._weights, size)
-        common_options = {"shuffle": shuffle, "rank": rank, "world_size": world_size, **options}
+        order = RowOrder(shuffle, rank=rank, world_size=world_size)
         sources = [
             Stream(
                 store,
                 layer,
                 count,
                 selection,
-                seed=_seed_of(self.seed, i),
-                drop_last=True,
+                rescaling,
+                replace(order, seed=_seed_of(self.seed, i), drop_last=True),
                 reuse=True,
                 memory=max(1, bound * count // size),
-                **common_options,
+                **options,
             )
             for i, (store, count) in enumerate(zip(self.stores, counts, strict=True))
         ]
         _check_alike(sources)
         # Never iterated: it only allocates arrays of whole batches, with reused memory. Selecting all rows reads none.
-        shape = {name: value for name, value in common_options.items() if name not in _OF_VALUES}
-        template = Stream(self.stores[0], layer, size, CONTENT, reuse=True, **shape)
+        template = Stream(self.stores[0], layer, size, CONTENT, order=order, reuse=True, **options)
         return MixedStream(self, sources, template, epoch=_arguments.whole(epoch, "epoch"), reuse=reuse)
 
 

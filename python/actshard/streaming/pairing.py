@@ -30,15 +30,15 @@ from actshard.reading.opening import open
 from actshard.reading.store import Store
 from actshard.streaming import Batch, RowLoop, Stream
 from actshard.streaming.comparing import compare as compared_of
-from actshard.streaming.content import tokens_anywhere
 from actshard.streaming.normalizer import Normalizer
+from actshard.streaming.readable import tokens_anywhere
+from actshard.streaming.rescaling import Normalize, Rescaling, RowOrder
 from actshard.streaming.selection import Selection
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard.reading.chosen import Chosen
-    from actshard.streaming.rescaling import Normalize
 else:
     pa = Late("pyarrow")
 
@@ -246,7 +246,9 @@ class PairedStream(Stream):
         if options.get("normalize") is not None:
             options = {**options, "normalize": _unnamed(pair, groups, options["normalize"])}
         options = dict(options)
-        super().__init__(pair._together, groups, batch_size, Selection.pop(options), **options)
+        selection, rescaling = Selection.pop(options), _arguments.popped(Rescaling, options)
+        order = _arguments.popped(RowOrder, options)
+        super().__init__(pair._together, groups, batch_size, selection, rescaling, order, **options)
 
     def _loop(self, first: int, every: int, buffers: list[NDArray[np.generic]] | None) -> RowLoop:
         return _PairLoop(self, first, every, buffers)

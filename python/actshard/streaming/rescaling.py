@@ -8,24 +8,38 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.base.layers import Layer, is_one, one
 from actshard.looking.stats import Stats, is_deviation
+from actshard.streaming.epochs import Epochs
 from actshard.streaming.normalizer import Normalizer, of_stats
-from actshard.streaming.readable import Readable
-from actshard.streaming.rows import SelectedRows
+from actshard.streaming.readable import Readable, SelectedRows, covered_by, native_options
 from actshard.streaming.selection import Selection
 
 Center = ArrayLike | Literal["mean"] | None
 Scale = float | ArrayLike | Literal["unit-norm", "sqrt-d", "mean-sqrt-d"] | None
 Divide = ArrayLike | Literal["std"] | None
 Normalize = Stats | Normalizer | Sequence[Stats | Normalizer] | Literal["stats"] | None
+
+
+class Rescaling(NamedTuple):
+    """How a stream rescales rows: arguments of :meth:`Store.stream`, not yet checked."""
+
+    center: Center = None
+    scale: Scale = None
+    divide: Divide = None
+    normalize: Normalize = None
+
+
+AS_STORED = Rescaling()
 
 
 def layers_of(store: Readable, layer: Layer | Sequence[Layer] | Literal["all"]) -> list[Layer]:
@@ -54,7 +68,7 @@ def rows_and_rescaling(
     store: Readable,
     layers: Sequence[Layer],
     selection: Selection,
-    values: tuple[Center, Scale, Divide, Normalize],
+    values: Rescaling,
     options: dict[str, object],
 ) -> tuple[SelectedRows, dict[str, object]]:
     """Resolves a stream's selection, and its ``center``, ``scale``, ``divide`` and ``normalize`` to options of the core.
@@ -62,40 +76,35 @@ def rows_and_rescaling(
     Errors that do not depend on rows come before rows are read for ``max_norm`` and statistics. Warns if no row is selected.
     ``options``: the other options of the native stream.
     """
-    _check(store, layers, *values)
+    _check(store, layers, values)
     store.native_stream((0, 0), options)
     rows = selection.resolve(store, layers)
     selection.warn_of_nothing(store, layers, rows)
-    return rows, rescaling(store, layers, *values, rows)
+    return rows, rescaling(store, layers, values, rows)
 
 
-def _check(
-    store: Readable, layers: Sequence[Layer], center: Center, scale: Scale, divide: Divide, normalize: Normalize
-) -> None:
+def _check(store: Readable, layers: Sequence[Layer], values: Rescaling) -> None:
     """Raises the errors of :func:`rescaling` that do not depend on statistics, before these are computed."""
-    _check_names(center, divide, normalize)
-    if isinstance(normalize, str):
-        _refuse_beside_normalize(center, scale, divide)
+    _check_names(values)
+    if isinstance(values.normalize, str):
+        _refuse_beside_normalize(values)
         return
-    center = 0.0 if isinstance(center, str) else center
-    scale = 1.0 if _arguments.is_one_of(scale, ("mean-sqrt-d",)) else scale
-    divide = 1.0 if isinstance(divide, str) else divide
-    rescaling(store, layers, center, scale, divide, normalize, None)
+    center = 0.0 if isinstance(values.center, str) else values.center
+    scale = 1.0 if _arguments.is_one_of(values.scale, ("mean-sqrt-d",)) else values.scale
+    divide = 1.0 if isinstance(values.divide, str) else values.divide
+    rescaling(store, layers, Rescaling(center, scale, divide, values.normalize), None)
 
 
-def _refuse_beside_normalize(center: object, scale: object, divide: object) -> None:
-    for name, value in (("center", center), ("scale", scale), ("divide", divide)):
-        if value is not None:
+def _refuse_beside_normalize(values: Rescaling) -> None:
+    for name in ("center", "scale", "divide"):
+        if getattr(values, name) is not None:
             raise ArgumentError(f"{name}: not supported with normalize=, which subtracts the mean and divides by std")
 
 
 def rescaling(
     store: Readable,
     layers: Sequence[Layer],
-    center: Center,
-    scale: Scale,
-    divide: Divide,
-    normalize: Normalize,
+    values: Rescaling,
     rows: SelectedRows | None,
 ) -> dict[str, Any]:
     """The options ``center``, ``scale``, ``divide``, ``norm`` and ``wide`` of ``_native.Stream``.
@@ -107,11 +116,12 @@ def rescaling(
         Errors of :meth:`actshard.Store.stats`, if named statistics were not saved.
     """
     d_model, n = store.d_model, len(layers)
-    if is_deviation(center):
+    if is_deviation(values.center):
         raise ArgumentError("center: expected an offset, found stats.std. Use center=stats.mean, divide=stats.std.")
-    center, scale, divide, normalize = _resolve_names(store, layers, center, scale, divide, normalize, rows)
+    values = _resolve_names(store, layers, values, rows)
+    center, scale, divide, normalize = values
     if normalize is not None:
-        _refuse_beside_normalize(center, scale, divide)
+        _refuse_beside_normalize(values)
         return _merge(_normalizers(store, normalize, layers))
     if divide is not None:
         if scale is not None:
@@ -145,17 +155,10 @@ def rescaling(
     }
 
 
-def _resolve_names(
-    store: Readable,
-    layers: Sequence[Layer],
-    center: Center,
-    scale: Scale,
-    divide: Divide,
-    normalize: Normalize,
-    rows: SelectedRows | None,
-) -> tuple[Center, Scale, Divide, Normalize]:
+def _resolve_names(store: Readable, layers: Sequence[Layer], values: Rescaling, rows: SelectedRows | None) -> Rescaling:
     """Replaces names of statistics in the arguments ("mean", "std", "mean-sqrt-d", "stats") by numbers."""
-    _check_names(center, divide, normalize)
+    _check_names(values)
+    center, scale, divide, normalize = values
     is_name = (
         isinstance(center, str),
         isinstance(scale, str) and scale == "mean-sqrt-d",
@@ -163,7 +166,7 @@ def _resolve_names(
         isinstance(normalize, str),
     )
     if rows is None or not any(is_name):
-        return center, scale, divide, normalize
+        return values
     layer_stats = [store.known_stats(layer, rows) for layer in layers]
     _check_range(store, layer_stats)
     if is_name[0]:
@@ -173,7 +176,7 @@ def _resolve_names(
         scale = _to_mean_square(store, layer_stats, offsets)
     if is_name[2]:
         divide = np.stack([np.where(stats.variance > 0, np.sqrt(stats.variance), 1.0) for stats in layer_stats])
-    return center, scale, divide, layer_stats if is_name[3] else normalize
+    return Rescaling(center, scale, divide, layer_stats if is_name[3] else normalize)
 
 
 def _check_range(store: Readable, layer_stats: Sequence[Stats]) -> None:
@@ -184,12 +187,9 @@ def _check_range(store: Readable, layer_stats: Sequence[Stats]) -> None:
         )
 
 
-def _check_names(center: Any, divide: Any, normalize: Any) -> None:
-    for name, value, accepted in (
-        ("center", center, "mean"),
-        ("divide", divide, "std"),
-        ("normalize", normalize, "stats"),
-    ):
+def _check_names(values: Rescaling) -> None:
+    for name, accepted in (("center", "mean"), ("divide", "std"), ("normalize", "stats")):
+        value = getattr(values, name)
         if isinstance(value, str) and value != accepted:
             hint = ' (scale="unit-norm" and "sqrt-d" exist)' if value in ("unit-norm", "sqrt-d") else ""
             raise ArgumentError(f'{name}: expected numbers or "{accepted}", found {value!r}{hint}')
@@ -227,21 +227,17 @@ def settings_of(options: dict[str, Any]) -> dict[str, object]:
     return settings
 
 
-def normalizer(
-    store: Readable,
-    layer: Layer,
-    selection: Selection,
-    values: tuple[Center, Scale, Divide],
-) -> Normalizer:
+def normalizer(store: Readable, layer: Layer, selection: Selection, values: Rescaling) -> Normalizer:
     """The rescaling of a layer's rows by these values, of which names are of the selected rows' statistics."""
     name = store.layers[store.group_of(layer)]
-    normalize: Normalize = "stats" if all(value is None for value in values) else None
+    if all(value is None for value in values):  # arrays compare element by element
+        values = Rescaling(normalize="stats")
     rows = None
-    _check(store, [name], *values, normalize)
-    if normalize is not None or any(isinstance(v, str) and v not in ("unit-norm", "sqrt-d") for v in values):
+    _check(store, [name], values)
+    if any(isinstance(value, str) and value not in ("unit-norm", "sqrt-d") for value in values):
         rows = selection.resolve(store, [name])
         selection.warn_of_nothing(store, [name], rows)
-    numbers = rescaling(store, [name], *values, normalize, rows)
+    numbers = rescaling(store, [name], values, rows)
     for what in ("center", "scale", "divide"):
         if (column := numbers[what]) is not None and not np.isfinite(_arguments.shared(column)).all():
             raise ArgumentError(f"{what}: expected finite numbers, found {column[~np.isfinite(column)][0]}")
@@ -350,3 +346,128 @@ def vectors(value: object, what: str, d_model: int, layers: int) -> NDArray[np.f
     if array.shape not in ((d_model,), (layers, d_model)):
         raise ArgumentError(f"{what}: expected ({d_model},) or ({layers}, {d_model}), found {array.shape}")
     return np.ascontiguousarray(array).reshape(-1)
+
+
+# What streams of rows and streams of whole examples have in common.
+
+
+B_co = TypeVar("B_co", covariant=True)
+Shuffle = Literal["window", "exact"] | None
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """The order of an epoch's rows and their division among ranks: arguments of :meth:`Store.stream`, not yet checked."""
+
+    shuffle: Shuffle = None
+    seed: int = 0
+    epoch: int = 0
+    drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+
+
+STORED_ORDER = RowOrder()
+
+
+class RowEpochs(Epochs[B_co]):
+    """Batches of the selected rows of a store's layers.
+
+    Attributes:
+        store: the store.
+        dtype: numpy dtype of the batches.
+        drop_last, rank, world_size, seed, shuffle: as passed.
+    """
+
+    def __init__(
+        self,
+        store: Readable,
+        layer: Layer | Sequence[Layer] | Literal["all"],
+        selection: Selection,
+        rescaling: Rescaling,
+        order: RowOrder,
+        *,
+        dtype: DTypeLike | None,
+        memory: int | str,
+        **options: object,
+    ) -> None:
+        """Resolves layers, rows and rescaling, and opens the native stream.
+
+        ``options``: further options of the native stream (:func:`native_options`). One that shuffles gets those of the order by
+        ``batch_size``; for others the caller orders the rows.
+        """
+        self.shuffle = order.shuffle
+        if self.shuffle is not None and not _arguments.is_one_of(self.shuffle, ("window", "exact")):
+            raise ArgumentError(f'shuffle: expected "window", "exact" or None, found {self.shuffle!r}')
+        self.store = store
+        self._layers = layers_of(store, layer)
+        groups = [store.group_of(x) for x in self._layers]
+        self.world_size = _arguments.whole(order.world_size, "world_size", 1, 1 << 32)
+        self.rank = _arguments.whole(order.rank, "rank", 0, self.world_size - 1)
+        self.seed = _arguments.whole(order.seed, "seed")
+        self.drop_last = _arguments.switch(order.drop_last, "drop_last")
+        self._tokens = selection.tokens
+        dtype_and_name = (store.dtype, _arguments.name_of(store.dtype)) if dtype is None else _arguments.dtype(dtype)
+        self.dtype, name = dtype_and_name
+        if "batch_size" in options:
+            options |= {"shuffle": self.shuffle, "seed": self.seed, "drop_last": self.drop_last}
+            options |= {"rank": self.rank, "world_size": self.world_size}
+        self._options = native_options(
+            groups,
+            self.dtype,
+            name,
+            dtype is not None or store.contents.reads_convert,
+            stacked=not is_one(layer) or layer == "all",
+            memory=_arguments.size(memory, "memory"),
+            **options,
+        )
+        super().__init__(_arguments.whole(order.epoch, "epoch"))
+        self._check_arguments()
+        self._rows, rescaling_options = rows_and_rescaling(store, self._layers, selection, rescaling, self._options)
+        self._options |= rescaling_options
+        self._native = store.native_stream(self._rows.native, self._options)
+
+    def _check_arguments(self) -> None:
+        """Raises the errors of a class's own arguments that depend on layers and dtype, before rows are read."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Names of the layers of this stream."""
+        return tuple(self._layers)
+
+    def _count(self) -> int:
+        return len(self)
+
+    def _place(self) -> Path:
+        return self.store.path
+
+    def _ready(self) -> None:
+        self.store.check_open()
+        # Computed while the files are open: state_dict() may be called after the store is closed.
+        self._covered()
+
+    def _covered(self) -> dict[str, object]:
+        return covered_by(self.store, self._layers)
+
+    def __getstate__(self) -> dict[str, object]:
+        state = super().__getstate__()
+        del state["_native"]
+        return state
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._native = self.store.native_stream(self._rows.native, self._options)
+
+    def _settings(self) -> dict[str, object]:
+        """Everything that determines the rows of each batch and their values, as far as all streams have it."""
+        return {
+            **self._covered(),
+            "layers": self._layers,
+            "tokens": self._tokens,
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "drop_last": self.drop_last,
+            "world_size": self.world_size,
+            "dtype": self.dtype.name,
+            **settings_of(self._options),
+        }

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import re
+import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from types import EllipsisType
@@ -17,6 +21,7 @@ from actshard.base._arguments import is_one_of, listed
 from actshard.base.errors import (
     ArgumentError,
     ArgumentTypeError,
+    DtypeError,
     FileAccessError,
     NotStoredError,
     OutOfRangeError,
@@ -24,16 +29,264 @@ from actshard.base.errors import (
 )
 from actshard.base.layers import Layer, plain, short
 from actshard.base.logs import LOG
-from actshard.streaming.content import content_range, positions
-from actshard.streaming.norms import Limit, parsed, within
-from actshard.streaming.rows import LIMITS, NativeSelection, SelectedRows
-from actshard.streaming.supervised import flags_of, is_lists_of_flags, nonzero
+from actshard.streaming.readable import (
+    LIMITS,
+    NativeSelection,
+    Readable,
+    SelectedRows,
+    content_range,
+    native_options,
+    positions,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard.formats.contents import Contents
-    from actshard.streaming.readable import Readable
+
+
+# Rows that a stream leaves out for their position or their norm: ``min_token=`` and ``max_norm=``.
+#
+# First tokens of texts are often attention sinks, and some rows have an L2 norm hundreds of times larger than all others. Both
+# dominate statistics and losses. The norms of a layer are computed once per store, in one pass with the stream's own reader, so
+# memory is bounded; 8 bytes per stored token are kept. Squares are summed in float64 in a fixed tree of additions, so norms are
+# bitwise equal on all machines. Rows whose squares overflow or underflow float64 are first multiplied by a power of two.
+
+
+Limit = float | str | None
+
+_BLOCK = 8 << 20
+"""Bytes of rows that are read at a time."""
+
+_LOCK = threading.Lock()
+_KNOWN: weakref.WeakKeyDictionary[Readable, dict[Layer, NDArray[np.float64]]] = weakref.WeakKeyDictionary()
+
+
+_SQUARABLE = (1e-280, 1e280)
+"""Range of sums of squares that float64 represents with full precision."""
+
+
+def norms_of_rows(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    """L2 norms of ``(n, d_model)`` rows; NaN or infinite exactly if the row has such values."""
+    with np.errstate(all="ignore"):
+        sums = _sums(rows * rows)
+        norms: NDArray[np.float64] = np.sqrt(sums)
+        odd = np.flatnonzero(~((sums > _SQUARABLE[0]) & (sums < _SQUARABLE[1])))
+        if len(odd):
+            values, power = rows[odd], np.where(sums[odd] < 1, 2.0**600, 2.0**-600)
+            scaled_norms = np.sqrt(_sums((values * power[:, None]) ** 2)) / power
+            most = np.where(np.isfinite(values).all(axis=1), np.finfo(np.float64).max, np.inf)
+            norms[odd] = np.minimum(scaled_norms, most)
+    return norms
+
+
+def _sums(squares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Sums of rows, overwritten, as a tree: halves are added until one column is left."""
+    width = squares.shape[1]
+    while width > 1:
+        half = (width + 1) // 2
+        squares[:, : width - half] += squares[:, half:width]
+        width = half
+    return squares[:, 0]
+
+
+def parsed(max_norm: object) -> tuple[float, bool] | None:
+    """Parses ``max_norm`` to (number, whether it is a multiple of the median); None if it is None.
+
+    Raises:
+        ArgumentError: it is neither a positive number nor a string such as ``"10x median"``.
+    """
+    if max_norm is None:
+        return None
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]*)?)\s*x\s*median\s*", max_norm) if isinstance(max_norm, str) else None
+    number = _arguments.real(float(match[1]) if match else max_norm)
+    if number is None or not number > 0 or (match and math.isinf(number)):
+        raise ArgumentError(
+            'max_norm: expected a positive number, "10x median", or infinity (only rows with NaN or infinite values are left '
+            f"out), found {max_norm!r:.80}"
+        )
+    return number, match is not None
+
+
+def within(
+    store: Readable, layers: Sequence[Layer], stored: NDArray[np.int64], max_norm: tuple[float, bool]
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Two flags per stored token: norms are finite in every layer; norms are finite and at most ``max_norm`` in every layer."""
+    if store.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
+        raise DtypeError(
+            f"max_norm: expected rows of float16, bfloat16, float32 or float64, found {store.dtype}", path=store.path
+        )
+    number, of_median = max_norm
+    finite = np.ones(int(stored.sum()), np.bool_)
+    small = finite.copy()
+    for layer in layers:
+        norms = _norms(store, layer)
+        ok = np.isfinite(norms)
+        finite &= ok
+        limit = number * _median(norms[ok & _content(store, stored)]) if of_median else number
+        small &= norms <= limit
+    return finite, small & finite
+
+
+def _content(store: Readable, stored: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """One flag per stored token: neither special nor padding."""
+    token_positions, (first, stop) = positions(stored), content_range(store, stored)
+    return (token_positions >= np.repeat(first, stored)) & (token_positions < np.repeat(stop, stored))
+
+
+def _median(norms: NDArray[np.float64]) -> float:
+    return float(np.median(norms)) if len(norms) else 0.0
+
+
+def _norms(store: Readable, layer: Layer) -> NDArray[np.float64]:
+    """Norms of all stored rows of a layer, computed at the first call for a store."""
+    with _LOCK:
+        norms_by_layer = _KNOWN.setdefault(store, {})
+    if layer not in norms_by_layer:
+        parts = [norms_of_rows(rows) for rows in _rows_of(store, layer)]
+        norms_by_layer[layer] = np.concatenate(parts) if parts else np.zeros(0)
+    return norms_by_layer[layer]
+
+
+def _rows_of(store: Readable, layer: Layer) -> Iterator[NDArray[np.float64]]:
+    """All stored rows of a layer in stored order, in blocks ``(rows, d_model)`` of about 8 MiB."""
+    counts = store.tokens_in(layer)
+    if not counts.any():
+        return
+    rows = max(1, _BLOCK // (8 * store.d_model or 1))
+    options = native_options([store.group_of(layer)], *_arguments.dtype(np.float64), True, batch_size=rows)
+    reader = store.native_stream((0, np.ascontiguousarray(counts)), options).start(0, 0, 1, None)
+    try:
+        while (batch := reader.next()) is not None:
+            yield batch[0]
+    finally:
+        reader.stop()
+
+
+# Choices of tokens by a list column of the table, such as the ``loss_mask`` of a draft model's data: for ``keep=`` of streams.
+
+
+@dataclass(frozen=True)
+class ColumnTokens:
+    """Flags of tokens by a list column; made by :func:`nonzero` and :func:`up_to_last`. A function of ``store.table``.
+
+    Attributes:
+        column: the list column.
+        context: whether tokens before the last non-zero one are kept too.
+        at_least: examples with fewer non-zero entries keep no token.
+    """
+
+    column: str
+    context: bool
+    at_least: int = 0
+
+    def __call__(self, table: pa.Table) -> object:
+        """A list of flags per example, as Arrow lists. Raises NotStoredError, ArgumentError for another column."""
+        import pyarrow as pa
+
+        values, offsets = numbers_of(table, self.column)
+        lengths = np.diff(offsets)
+        marked = values != 0
+        before = np.concatenate([[0], np.cumsum(marked)])  # non-zero entries before each
+        total = before[offsets[1:]] - before[offsets[:-1]]
+        if self.context:
+            # A token is kept if a marked one follows in its example, or if it is marked itself.
+            flags = before[:-1] < np.repeat(before[offsets[1:]], lengths)
+        else:
+            flags = marked
+        if self.at_least:
+            flags = flags & np.repeat(total >= self.at_least, lengths)
+        return pa.LargeListArray.from_arrays(pa.array(offsets), pa.array(flags))
+
+
+def up_to_last(column: str, *, at_least: int = 1) -> ColumnTokens:
+    """Keeps each example's tokens up to the last one whose entry in a list column is not 0, for ``keep=`` of streams.
+
+    ``keep=up_to_last("loss_mask")`` keeps the supervised tokens of a draft model with the context before them. It leaves out tokens
+    after the last supervised one, padding that a cache does not mark, and examples without supervised tokens.
+
+    Args:
+        column: a list column of ``store.table`` with a number or bool per stored (or content) token, e.g. ``"loss_mask"``.
+        at_least: examples with fewer entries other than 0 keep no token (DeepSpec: ``min_loss_tokens``, 14 by default there).
+
+    Raises:
+        ArgumentError: ``column`` is not a str, or ``at_least`` is not an integer of 0 or more.
+    """
+    return ColumnTokens(_named(column), True, _arguments.whole(at_least, "at_least", 0))
+
+
+def nonzero(column: str) -> ColumnTokens:
+    """Keeps the tokens whose entry in a list column is not 0, as ``keep="loss_mask"`` does."""
+    return ColumnTokens(_named(column), False)
+
+
+def _named(column: object) -> str:
+    if not isinstance(column, str):
+        raise ArgumentError(f"column: expected the name of a list column, found {type(column).__name__}")
+    return column
+
+
+def numbers_of(table: pa.Table, name: str) -> tuple[NDArray[np.generic], NDArray[np.int64]]:
+    """The numbers of a list column, flat, and the offsets ``(examples + 1,)`` of its lists.
+
+    Raises:
+        NotStoredError: there is no such column.
+        ArgumentError: it has no lists of numbers or bools, or a list or a number is missing.
+    """
+    import pyarrow.types as types
+
+    if name not in table.column_names:
+        raise NotStoredError(f"keep: no column {name!r}; there are {', '.join(table.column_names) or 'none'}")
+    kind = table.schema.field(name).type
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    if not lists or not (types.is_integer(kind.value_type) or types.is_boolean(kind.value_type)):
+        raise ArgumentError(f"keep: expected a column of lists of integers or bools, found {name!r} of {kind}")
+    chunks = table[name].chunks
+    empty = next((i for i, is_valid in enumerate(table[name].is_valid().to_numpy()) if not is_valid), None)
+    if empty is not None:
+        raise ArgumentError(f"keep: example {empty} has no list in {name!r}")
+    flat = [chunk.flatten() for chunk in chunks]
+    if any(part.null_count for part in flat):
+        raise ArgumentError(f"keep: a list of {name!r} has a missing entry")
+    lengths = [chunk.value_lengths().to_numpy(zero_copy_only=False) for chunk in chunks]
+    if types.is_fixed_size_list(kind):
+        lengths = [np.full(len(chunk), kind.list_size) for chunk in chunks]
+    offsets = np.concatenate([[0], *lengths]).astype(np.int64).cumsum()
+    values = [part.to_numpy(zero_copy_only=False) for part in flat]
+    return np.concatenate(values) if values else np.zeros(0, np.bool_), offsets
+
+
+def is_lists_of_flags(values: Any) -> bool:
+    """Whether values are Arrow lists of bools without gaps, as :class:`ColumnTokens` returns them."""
+    if type(values).__name__ != "LargeListArray":  # without importing pyarrow for flags of numpy
+        return False
+    return values.null_count == 0 and str(values.type.value_type) == "bool" and values.flatten().null_count == 0
+
+
+def flags_of(lists: pa.Array, stored: NDArray[np.int64], special: int) -> NDArray[np.bool_]:
+    """Lists of flags as one flag per stored token. Special tokens that a list leaves out are kept.
+
+    Raises:
+        ArgumentError: a list has another number of flags.
+    """
+    offsets = lists.offsets.to_numpy().astype(np.int64)
+    lengths = np.diff(offsets)
+    flat = lists.flatten().to_numpy(zero_copy_only=False)
+    short = (lengths == stored - special) & (special > 0)
+    wrong = np.flatnonzero((lengths != stored) & ~short)
+    if len(wrong):
+        i = int(wrong[0])
+        also = f" (or {stored[i] - special} without special tokens)" if special else ""
+        raise ArgumentError(f"keep[{i}]: expected {stored[i]} flags{also}, one per stored token, found {lengths[i]}")
+    if not short.any():
+        return np.ascontiguousarray(flat, np.bool_)
+    flags = np.ones(int(stored.sum()), np.bool_)
+    ends = stored.cumsum()
+    # The flags of an example are its last ones.
+    positions = np.arange(len(flat)) + np.repeat(ends - offsets[1:] + offsets[0], lengths)
+    flags[positions] = flat
+    return flags
+
 
 Tokens = Literal["content", "all", "last", "special"]
 Mask = Any
@@ -142,7 +395,7 @@ class Selection:
     @classmethod
     def pop(cls, options: dict[str, Any]) -> Selection:
         """The selection in the options of a call, from which it is removed."""
-        return cls(**{option.name: options.pop(option.name) for option in fields(cls) if option.name in options})
+        return _arguments.popped(cls, options)
 
     def as_options(self) -> dict[str, Any]:
         """The five arguments, for a verb of a store."""

@@ -10,11 +10,9 @@ from numpy.typing import DTypeLike
 from actshard.base.layers import Layer
 from actshard.streaming import Stream
 from actshard.streaming.normalizer import Normalizer
-from actshard.streaming.norms import Limit
 from actshard.streaming.readable import Readable
-from actshard.streaming.rescaling import Center, Divide, Normalize, Scale, normalizer
-from actshard.streaming.row_epochs import RowOrder, Shuffle
-from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.rescaling import Center, Divide, Normalize, Rescaling, RowOrder, Scale, Shuffle, normalizer
+from actshard.streaming.selection import Limit, Mask, Selection, Tokens
 from actshard.streaming.sequences import SequenceStream, TooLong
 
 if TYPE_CHECKING:
@@ -116,18 +114,10 @@ class StreamVerbs:
             layer,
             batch_size,
             Selection(tokens, ignore_labels, keep, max_norm, min_token),
-            shuffle=shuffle,
-            seed=seed,
-            epoch=epoch,
+            Rescaling(center, scale, divide, normalize),
+            RowOrder(shuffle, seed, epoch, drop_last, rank, world_size),
             interleave=interleave,
-            drop_last=drop_last,
-            rank=rank,
-            world_size=world_size,
             dtype=dtype,
-            center=center,
-            scale=scale,
-            divide=divide,
-            normalize=normalize,
             memory=memory,
             reuse=reuse,
             buffers=buffers,
@@ -212,7 +202,7 @@ class StreamVerbs:
             layer,
             batch_tokens,
             Selection(tokens, ignore_labels, keep, max_norm, min_token),
-            (center, scale, divide, normalize),
+            Rescaling(center, scale, divide, normalize),
             RowOrder(shuffle, seed, epoch, drop_last, rank, world_size),
             pack=pack,
             fixed_shape=fixed_shape,
@@ -256,4 +246,4 @@ class StreamVerbs:
             As :meth:`Store.stats`.
         """
         selection = Selection(tokens, ignore_labels, keep, max_norm, min_token)
-        return normalizer(self, layer, selection, (center, scale, divide))
+        return normalizer(self, layer, selection, Rescaling(center, scale, divide))

@@ -11,7 +11,6 @@ from actshard.tokens.components import (
     dataset_for_component,
 )
 from actshard.tokens.config import BlockShuffleConfig, LmDataConfig
-from actshard.tokens.decoding import DecodedRow, TextSpan, decode_rows
 from actshard.tokens.examples import (
     Batch,
     CausalLmDataset,
@@ -23,7 +22,7 @@ from actshard.tokens.examples import (
 )
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import Ledger
-from actshard.tokens.looking import CacheSummary, DocumentLengths, Fill, summarize
+from actshard.tokens.looking import CacheSummary, DecodedRow, DocumentLengths, Fill, TextSpan, decode_rows, summarize
 from actshard.tokens.mixing import Mixture, Permuted
 from actshard.tokens.orders import Permutation, fold_in, permutation, prng_key, randint30, split
 from actshard.tokens.sources import RowSource

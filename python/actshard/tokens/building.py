@@ -28,16 +28,24 @@ from actshard.base._schema import json_values, read_value
 from actshard.base.errors import ArgumentError, ArgumentTypeError, DtypeError, InternalError, LostWorkerError, boundary
 from actshard.base.walking import refuse_taken
 from actshard.base.work import locked, look, remove, write_json
-from actshard.base.work.children import processors
-from actshard.base.work.pool import WorkerPool, threads_of_each
+from actshard.base.work.pool import WorkerPool, processors, threads_of_each
 from actshard.tokens import formats, pieces, placing, shards
 from actshard.tokens.cache import TokenCache, open_cache
-from actshard.tokens.combining import PartRows, combine, problems_in, skipped_by_shard
 from actshard.tokens.formats import FormatBase, PrebuiltFormat, SupervisedFormat, TextFormat
 from actshard.tokens.ledger import CONSOLIDATED, SHARDED, Ledger
 from actshard.tokens.processing import Processor, processor_of
 from actshard.tokens.recipe import Recipe, digest, local_now, takes_time
-from actshard.tokens.shards import Counts, Order, RowSetup, Task, build_shard
+from actshard.tokens.shards import (
+    Counts,
+    Order,
+    PartRows,
+    RowSetup,
+    Task,
+    build_shard,
+    combine,
+    problems_in,
+    skipped_by_shard,
+)
 from actshard.tokens.sources import AnySource, RowProblem, Source, expand
 from actshard.tokens.tokenizer import Tokenizer, shared_tokenizer
 from actshard.tokens.writing import WRITE_HERE, checked_storage

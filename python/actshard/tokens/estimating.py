@@ -27,7 +27,7 @@ import actshard._native as _native
 from actshard.base._schema import json_values, read_value
 from actshard.base.errors import ActshardError, FormatError, InternalError, as_plain, boundary, from_plain
 from actshard.base.location import Location
-from actshard.base.work.children import peak_memory
+from actshard.base.work.pool import peak_memory
 from actshard.tokens.ledger import CONSOLIDATED, Ledger
 from actshard.tokens.pieces import LineRange, rows_of_groups
 from actshard.tokens.processing import Processor

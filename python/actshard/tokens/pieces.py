@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from actshard._native import ParquetGroup
+from actshard.base.containers import read_footer
 from actshard.base.errors import FormatError
-from actshard.base.footers import read_footer
 from actshard.base.location import Location
 from actshard.tokens.sources import (
     LONGEST_LINE,

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.base.errors import ArgumentError, FormatError
-from actshard.tokens import templates
+from actshard.tokens import tokenizer as templates
 from actshard.tokens.columns import ColumnBlock
 from actshard.tokens.formats import ChatFormat, PrebuiltFormat, RowFormat, SupervisedFormat, TextFormat
 from actshard.tokens.sources import Record, RowProblem

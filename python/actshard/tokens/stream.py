@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from actshard.base import _arguments
 from actshard.base._arguments import many
 from actshard.base.errors import ActshardError, ArgumentError, ArgumentTypeError, warn
-from actshard.streaming.ahead import ReadAhead
-from actshard.streaming.epochs import Epochs, Loop
+from actshard.streaming.epochs import Epochs, Loop, ReadAhead
 from actshard.tokens.cache import TokenCache
 from actshard.tokens.orders import Key, Permutation, permutation, prng_key
 

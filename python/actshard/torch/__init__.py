@@ -25,11 +25,9 @@ from actshard.base.errors import ArgumentError, ArgumentTypeError, InternalError
 from actshard.base.layers import Layer
 from actshard.streaming import Stream
 from actshard.streaming.epochs import Epochs
-from actshard.streaming.norms import Limit
-from actshard.streaming.selection import Mask, Selection, Tokens
+from actshard.streaming.selection import Limit, Mask, Selection, Tokens
 from actshard.tokens.stream import Examples
-from actshard.torch._device import DeviceStream, to_device
-from actshard.torch._tensors import data, dtype_of, stream_of, tensor, tensors, torch
+from actshard.torch._tensors import DeviceStream, data, dtype_of, stream_of, tensor, tensors, to_device, torch
 
 if TYPE_CHECKING:
     from torch.utils.data._utils.worker import WorkerInfo

@@ -240,7 +240,7 @@ def open_writer(
         raise ArgumentError(f'overflow: expected "refuse" or "allow", found {fitting.overflow!r}')
     far = None
     if _arguments.is_url_elsewhere(creation.path):
-        from actshard.writing.pushing.scratch import Scratch  # only if it is used
+        from actshard.writing.pushing import Scratch  # only if it is used
 
         if creation.part is not None:
             raise ArgumentError(

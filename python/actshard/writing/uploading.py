@@ -10,7 +10,7 @@ from actshard.base.location import Location
 from actshard.formats.target import Target
 from actshard.reading.finding import check_finished, find
 from actshard.writing.existing import Fitting, check_same
-from actshard.writing.pushing.scratch import Scratch
+from actshard.writing.pushing import Scratch
 from actshard.writing.writer import Writer
 
 

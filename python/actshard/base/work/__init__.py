@@ -19,6 +19,21 @@ Used by writers of datasets, merges and builds of token caches, and by all verbs
 from __future__ import annotations
 
 from actshard.base.work.files import (
+    BUILDING,
+    COLUMNS,
+    COLUMNS_LOCK,
+    DUMPS_PLAN_FOLDER,
+    EMPTY,
+    FOLDER,
+    JOURNAL,
+    LOCK,
+    MERGING,
+    PART,
+    PARTS,
+    PLAN,
+    PLAN_FOLDER,
+    PUSHING,
+    STAGED,
     as_json,
     existing_above,
     files_below,
@@ -36,6 +51,7 @@ from actshard.base.work.files import (
     remove_empty_folders,
     remove_files,
     rename,
+    staging_folder,
     sync_folders,
     sync_tree,
     whole_file,
@@ -44,27 +60,8 @@ from actshard.base.work.files import (
     write_json,
     write_json_at_once,
 )
-from actshard.base.work.journal import Commit, Journal, read_table, write_table
-from actshard.base.work.lock import Lock, locked
+from actshard.base.work.journal import Commit, Journal, Lock, locked, read_table, write_table
 from actshard.base.work.marks import MESSAGES, Mark, Marks, look, tidy
-from actshard.base.work.names import (
-    BUILDING,
-    COLUMNS,
-    COLUMNS_LOCK,
-    DUMPS_PLAN_FOLDER,
-    EMPTY,
-    FOLDER,
-    JOURNAL,
-    LOCK,
-    MERGING,
-    PART,
-    PARTS,
-    PLAN,
-    PLAN_FOLDER,
-    PUSHING,
-    STAGED,
-    staging_folder,
-)
 
 __all__ = [
     "BUILDING",

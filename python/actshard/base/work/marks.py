@@ -26,9 +26,7 @@ from actshard.base.errors import (
 )
 from actshard.base.location import Location
 from actshard.base.storage import one_look
-from actshard.base.work.journal import Journal
-from actshard.base.work.lock import state_of
-from actshard.base.work.names import (
+from actshard.base.work.files import (
     BUILDING,
     DUMPS_PLAN_FOLDER,
     FOLDER,
@@ -43,6 +41,7 @@ from actshard.base.work.names import (
     STAGED,
     staging_folder,
 )
+from actshard.base.work.journal import Journal, state_of
 
 Mark = Literal[
     "uploading",

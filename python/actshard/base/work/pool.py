@@ -17,9 +17,36 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Generic, TypeVar
 
-from actshard.base.work import children
+# Helpers for starting child processes and for measuring this one.
+
+
+def stderr() -> int:
+    """The descriptor of stderr, or DEVNULL if it is closed."""
+    try:
+        os.get_inheritable(2)  # raises if it is closed
+    except OSError:
+        return subprocess.DEVNULL
+    return 2
+
+
+def processors() -> int:
+    """Number of processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+
+
+def peak_memory() -> int:
+    """Peak memory of this process in bytes, including mapped pages."""
+    try:  # not ru_maxrss, which on Linux starts at the value of the parent process
+        with Path("/proc/self/status").open(encoding="ascii") as file:
+            return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
 
 ORPHANED = 5
 """Exit status of a worker whose driver ended before its orders were done."""
@@ -40,7 +67,7 @@ class _Worker(Generic[T]):
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, str(writer)],
                 stdin=subprocess.PIPE,
-                stdout=children.stderr(),  # stdout of this process may be parsed by a program
+                stdout=stderr(),  # stdout of this process may be parsed by a program
                 pass_fds=(writer,),
                 env={**os.environ, **env},
                 start_new_session=True,  # Ctrl-C reaches only this process, which ends the workers
@@ -172,7 +199,7 @@ def threads_of_each(count: int) -> int:
     """Number of threads of each of ``count`` processes."""
     limit = os.environ.get("ACTSHARD_NUM_THREADS", "")
     is_number = limit.isascii() and limit.isdecimal() and int(limit) > 0
-    return max(1, (int(limit) if is_number else children.processors()) // count)
+    return max(1, (int(limit) if is_number else processors()) // count)
 
 
 def describe_exit(status: int) -> str:

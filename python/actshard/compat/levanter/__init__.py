@@ -18,34 +18,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from actshard.base.errors import MissingExtraError
-from actshard.compat.levanter.configs import (
+from actshard.compat.levanter.datasets import (
     DEFAULT_LM_DATA_SHUFFLE,
+    AttentionMask,
     BlockShuffleConfig,
+    CausalLmDataset,
+    ChatDataset,
     ChatLmDatasetFormat,
     DatasetComponent,
     HfDatasetSourceConfig,
     LmDataConfig,
     LmDatasetFormatBase,
     LmDatasetSourceConfigBase,
+    LmExample,
+    PackedTokenDataset,
+    PrebuiltLmDataset,
     PrebuiltLmDatasetFormat,
     SupervisedLmDatasetFormat,
     TextLmDatasetFormat,
+    TokenSeqDataset,
+    TreeCache,
     UrlDatasetSourceConfig,
     _Training,  # noqa: F401 -- pickles of earlier versions name it here
     build_lm_dataset_cache,
     cached_token_count,
     dataset_for_component,
     load_lm_dataset_cache,
-)
-from actshard.compat.levanter.datasets import (
-    AttentionMask,
-    CausalLmDataset,
-    ChatDataset,
-    LmExample,
-    PackedTokenDataset,
-    PrebuiltLmDataset,
-    TokenSeqDataset,
-    TreeCache,
 )
 from actshard.compat.levanter.datasets import Prepared as _Prepared  # noqa: F401 -- pickles of earlier versions name it here
 

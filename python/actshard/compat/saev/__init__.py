@@ -20,7 +20,20 @@ Upstream's ``data`` field is a pickle, which is never unpickled here.
 
 from __future__ import annotations
 
-from actshard.compat.saev.dumps import Index, IndexMap, Metadata, PixelAgg, Shard, ShardInfo, WrongError
+from actshard.compat.saev.dumps import (
+    Index,
+    IndexedConfig,
+    IndexMap,
+    Metadata,
+    NotDoneError,
+    OrderedConfig,
+    PixelAgg,
+    Shard,
+    ShardInfo,
+    ShuffledConfig,
+    WrongError,
+    make_ordered_config,
+)
 from actshard.compat.saev.loaders import (
     Example,
     ExampleBatch,
@@ -29,13 +42,6 @@ from actshard.compat.saev.loaders import (
     NotSavedError,
     OrderedDataLoader,
     ShuffledDataLoader,
-)
-from actshard.compat.saev.settings import (
-    IndexedConfig,
-    NotDoneError,
-    OrderedConfig,
-    ShuffledConfig,
-    make_ordered_config,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Writes AngelSlim's hidden states, as its tools write them with one rank; see ``files`` for the layout."""
+"""Writes AngelSlim's hidden states, as its tools write them with one rank; see the docstring of the folder."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class AutomodelFormat(Format):
         "detect": ".read:detect",
         "open": ".read:open",
         "target": ".write:AutomodelTarget",
-        "check": ".check:check",
-        "carrying": ".columns:AutomodelCarrying",
+        "check": ".read:check",
+        "carrying": ".write:AutomodelCarrying",
     }
 
 

@@ -1,4 +1,4 @@
-"""Writes DSpark caches of NeMo Automodel, as ``precompute_dspark`` writes them; see ``files`` for the layout.
+"""Writes DSpark caches of NeMo Automodel, as ``precompute_dspark`` writes them; see ``read`` for the layout.
 
 A shard has the temporary name ``.NAME.part`` until all of its examples are committed. manifest.json is written last.
 """
@@ -20,13 +20,16 @@ from actshard.base.errors import ArgumentError, FormatError
 from actshard.base.layers import Layer
 from actshard.base.location import Location
 from actshard.base.work import rename, sync_folders, write_bytes
-from actshard.formats.automodel.files import COLUMNS, DTYPES, MANIFEST, OF_FILES, DraftManifest
-from actshard.formats.per_token import LAST, check_counts, token_values
+from actshard.formats.automodel.read import COLUMNS, DTYPES, MANIFEST, OF_FILES, WEIGHTS, DraftManifest
+from actshard.formats.carrying import Carrying
+from actshard.formats.per_token import LAST, TokenTarget, check_counts, token_values
 from actshard.formats.target import AllExamples, Block, Spec, only, positive
-from actshard.formats.token_target import TokenTarget
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from actshard.formats.contents import Contents
+
 
 _SHARD_SIZE = 256
 _NEEDED = {"target_model": str, "target_model_type": str, "target_vocab_size": int, "num_hidden_layers": int}
@@ -272,3 +275,25 @@ def _padded(values: NDArray[np.int64], counts: NDArray[np.int64], tokens: int, p
     is_kept = positions < tokens
     padded[np.repeat(np.arange(len(counts)), counts)[is_kept], positions[is_kept]] = values[is_kept]
     return padded
+
+
+# Automodel's metadata and columns in other formats.
+
+
+class AutomodelCarrying(Carrying):
+    """Keeps token ids, masks and settings. Drops the target's distribution and weights."""
+
+    model_key: ClassVar[str | None] = "target_model"
+    of_files: ClassVar[frozenset[str]] = frozenset(OF_FILES)
+
+    def metadata_again(
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        kept_metadata = {name: value for name, value in metadata.items() if name not in OF_FILES}
+        size = metadata.get("shard_size")
+        return kept_metadata, {"shard_size": size} if type(size) is int and size > 0 else {}
+
+    def left_behind(self, contents: Contents) -> list[str]:
+        root = Location.at(contents.path)
+        probs = ["target_probs"] if "target distribution" in contents.extras else []
+        return [*probs, *(name for name in WEIGHTS if (root / name).exists())]

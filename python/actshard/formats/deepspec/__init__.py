@@ -22,8 +22,8 @@ class DeepspecFormat(Format):
         "detect": ".read:detect",
         "open": ".read:open",
         "target": ".write:DeepspecTarget",
-        "check": ".check:check",
-        "carrying": ".columns:DeepspecCarrying",
+        "check": ".read:check",
+        "carrying": ".write:DeepspecCarrying",
     }
 
     def remains(self, names: frozenset[str]) -> bool:

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -20,19 +20,14 @@ import actshard._native as _native
 from actshard.base.errors import ArgumentError, FormatError
 from actshard.base.layers import Layer
 from actshard.base.work import sync_folders, write_bytes
-from actshard.formats.deepspec.manifest import (
-    COLUMNS,
-    DTYPES,
-    INDEX,
-    ITEMSIZE,
-    MANIFEST,
-    OFFSETS,
-    RECORDS,
-    TOKEN_BYTES,
-)
-from actshard.formats.per_token import LAST, ColumnValues
+from actshard.formats.carrying import Carrying
+from actshard.formats.deepspec.read import COLUMNS, DTYPES, INDEX, ITEMSIZE, MANIFEST, OFFSETS, RECORDS, TOKEN_BYTES
+from actshard.formats.per_token import LAST, ColumnValues, TokenTarget
 from actshard.formats.target import AllExamples, Block, Spec, only, positive
-from actshard.formats.token_target import TokenTarget
+
+if TYPE_CHECKING:
+    from actshard.formats.contents import Contents
+
 
 MAX_SHARD_BYTES = 64 << 30
 """DeepSpec's default size of a shard."""
@@ -285,3 +280,32 @@ class DeepspecTarget(TokenTarget):
             size += example_bytes
         total = int(self.example_bytes(tokens).sum()) + len(tokens) * self.record_bytes
         return shards, shards + 2, total
+
+
+# DeepSpec's metadata in other formats, and metadata of other formats in DeepSpec's.
+
+
+_OF_FILES = frozenset(
+    (
+        *("num_samples", "num_shards", "target_layer_ids", "hidden_dtype", "token_dtype", "mask_dtype", "hidden_size"),
+        *("shards", "cache_context_parallel_size", "context_layout", "index_files", "stores_target_last_hidden_states"),
+        *("version", "index_record_size"),
+    )
+)
+"""Fields of the manifest that describe the files."""
+
+
+class DeepspecCarrying(Carrying):
+    """Keeps fields of the manifest that do not describe files. Caches of versions 3 and 4 become version 4 with one rank."""
+
+    model_key: ClassVar[str | None] = "target_model_name_or_path"
+    of_files: ClassVar[frozenset[str]] = _OF_FILES
+
+    def metadata_again(
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        kept_metadata = {name: value for name, value in metadata.items() if name not in _OF_FILES}
+        if metadata.get("version") not in (3, 4):
+            return kept_metadata, {}
+        record = metadata.get("index_record_size")
+        return kept_metadata, {"version": 4, **({"index_record_size": record} if record in (60, 64) else {})}

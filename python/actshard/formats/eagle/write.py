@@ -1,4 +1,4 @@
-"""Writes EAGLE's hidden states, as ``ge_data_all_vicuna.py`` writes them; see ``files`` for the layout."""
+"""Writes EAGLE's hidden states, as ``ge_data_all_vicuna.py`` writes them; see the docstring of the folder."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class HallulensFormat(Format):
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
-        "check": ".check:check",
-        "carrying": ".columns:HallulensCarrying",
+        "check": ".read:check",
+        "carrying": ".read:HallulensCarrying",
     }
 
     def remains(self, names: frozenset[str]) -> bool:

@@ -18,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.base._json import Fields, read_json, read_lines
-from actshard.base.errors import FormatError, MissingFileError, TruncatedFileError, boundary
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, Faults, FormatError, MissingFileError, TruncatedFileError, boundary
 from actshard.base.location import Location
 from actshard.base.storage import Stat
 

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +23,11 @@ from actshard._native import Rows
 from actshard.base._arguments import many
 from actshard.base._json import Fields, read_json, show
 from actshard.base.codes import Remark
-from actshard.base.errors import ActshardError, FormatError, MissingFileError, NotStoredError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, ActshardError, Faults, FormatError, MissingFileError, NotStoredError
 from actshard.base.location import Location
+from actshard.formats.carrying import Carrying
 from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.format import Tell
 from actshard.formats.hallulens.files import (
     ATTENTION,
     ICR,
@@ -38,10 +39,12 @@ from actshard.formats.hallulens.files import (
     lines,
     read_scores,
 )
+from actshard.formats.report import Report
 from actshard.formats.tables import table_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 _LOOKED_FOR = f'a folder with a config.json whose storage_format is "{STORAGE}"'
 _BATCH = 4096
@@ -397,3 +400,82 @@ def _ragged(values: NDArray[np.generic], lengths: NDArray[np.int64]) -> pa.Array
     flat = values[used]
     items = pa.array(flat) if flat.ndim == 1 else _lists(flat) if flat.shape[1] else pa.nulls(len(flat))
     return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), items)
+
+
+# Checks of inference captures
+
+
+_SHOWN = 20
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Checks sizes of arrays, lines of meta.jsonl, and that both contain the same lengths."""
+    capture = report.faults.parse(root, lambda: Capture(root, report.faults))
+    if capture is None:
+        return
+    arrays, samples = capture.arrays, capture.samples
+    report.count("samples", len(samples))
+    rows: dict[str, int] = {}
+    for number, (name, array) in enumerate(arrays.items()):
+        tell("arrays", number, len(arrays))
+        report.count("files")
+        with report.noting(array.path):
+            report.count("bytes", array.size())
+            rows[name] = array.rows(capture.config.allocated)
+    fewest = min(rows.values(), default=None)
+    beyond = [] if fewest is None else [sample for sample in samples if sample.row >= fewest]
+    for sample in beyond[:_SHOWN]:
+        short = next(name for name, n in rows.items() if sample.row >= n)
+        report.add(
+            "address-out-of-range",
+            root / "meta.jsonl",
+            sample.row,
+            f"a row of {short}.npy, 0 to {rows[short] - 1}",
+            f"line {sample.number}, field 'sample_index'",
+        )
+    stored_samples = [sample for sample in samples if fewest is None or sample.row < fewest]
+    for name in ("prompt_len", "response_len"):
+        if name in rows:
+            _check_lengths(root, arrays[name], stored_samples, report)
+    _check_results(root, len(samples), report)
+
+
+def _check_lengths(root: Location, array: SampleArray, samples: list[Sample], report: Report) -> None:
+    """Checks that an array of lengths equals the lengths in meta.jsonl."""
+    with report.noting(array.path):
+        stored_lengths = array.read(np.array([sample.row for sample in samples], np.int64)).tolist()
+        listed_lengths = [getattr(sample, array.name) for sample in samples]
+        differ = [i for i, (a, b) in enumerate(zip(stored_lengths, listed_lengths, strict=True)) if a != b]
+        for i in differ[:_SHOWN]:
+            report.add(
+                "count-claim",
+                root / "meta.jsonl",
+                listed_lengths[i],
+                f"{stored_lengths[i]} as in {array.path.name}",
+                f"line {samples[i].number}, field '{array.name}'",
+            )
+
+
+def _check_results(root: Location, n: int, report: Report) -> None:
+    """Checks that lists in eval_results.json have one entry per sample."""
+    path = root / "eval_results.json"
+    if not path.exists():
+        return
+    with report.noting(path, "metadata"):
+        value: object = read_json(path)
+        for name, entries in value.items() if isinstance(value, dict) else ():
+            if isinstance(entries, list) and len(entries) != n:
+                report.add("claim", path, f"{len(entries)} entries", f"{n}, one per sample", f"field '{name}'")
+
+
+# Columns of inference captures in other formats.
+
+
+class HallulensCarrying(Carrying):
+    """Keeps texts, labels, tokens and scores. Drops row numbers and attention."""
+
+    derived: ClassVar[frozenset[str]] = frozenset(("sample_index",))
+    number_column: ClassVar[str | None] = None
+
+    def left_behind(self, contents: Contents) -> list[str]:
+        return [ATTENTION] if (Location.at(contents.path) / f"{ATTENTION}.npy").exists() else []

@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from actshard.base.codes import Code
+from actshard.base.codes import WARNING, Code
 from actshard.formats.format import Format, Room
-from actshard.formats.hf_arrow import codes
+
+FINDINGS = (
+    Code(
+        "null-row",
+        WARNING,
+        "A row of a column of activations is null, or contains a null.",
+        "The example has no tokens; its slot in the file has undefined values, which are not read.",
+        "write the dataset without these rows, or ignore them",
+    ),
+    Code(
+        "end-marker",
+        WARNING,
+        "An Arrow stream ends without its end marker.",
+        "The writer may have been killed: batches after the last one may be missing.",
+        "compare the number of examples with the writer's",
+    ),
+)
 
 
 class HfArrowFormat(Format):
@@ -20,15 +36,15 @@ class HfArrowFormat(Format):
     order: ClassVar[int] = 45
     writes: ClassVar[bool] = True
     skips_incomplete: ClassVar[bool] = True
-    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
+    findings: ClassVar[tuple[Code, ...]] = FINDINGS
     names_layers: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
-        "check": ".check:check",
-        "save": ".objects:save",
+        "check": ".read:check",
+        "save": ".write:save",
         "target": ".write:HfArrowTarget",
-        "carrying": ".columns:HfArrowCarrying",
+        "carrying": ".write:HfArrowCarrying",
     }
 
     def is_given(self, given: object) -> bool:

@@ -17,6 +17,7 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,10 +26,10 @@ from numpy.typing import NDArray
 
 import actshard._native as _native
 from actshard.base._columns import map_arrow
-from actshard.base.errors import ArgumentError, FormatError
+from actshard.base.errors import ArgumentError, ArgumentTypeError, FormatError
+from actshard.base.location import Location
 from actshard.base.work import rename, sync_folders, whole_file, write_bytes
-from actshard.formats.hf_arrow.features import check_features
-from actshard.formats.hf_arrow.messages import END, MOST_VALUES, ArrowColumns, arrays_of, info_of, same_types, usual
+from actshard.formats.carrying import Carrying, without_files
 from actshard.formats.hf_arrow.read import OWN
 from actshard.formats.target import (
     AllExamples,
@@ -44,6 +45,217 @@ from actshard.formats.target import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from actshard.formats.contents import Contents
+
+
+# Arrow types as features of ``datasets``, the JSON that dataset_info.json and the Arrow schema contain.
+#
+# Lists are written in the notation of datasets 1 to 3 (``"Sequence"``; a JSON list around a dict), which datasets 4 and 5 read
+# as ``List``. A ``Sequence`` of a dict would be a dict of lists.
+#
+# Source: ``datasets/features/features.py`` of datasets 5.2.0, ``generate_from_arrow_type`` and ``Features.from_dict``.
+
+
+_NUMBERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+_SAME = frozenset(("null", "bool", "string", "large_string", "binary", "large_binary", *_NUMBERS))
+"""Types whose names in Arrow and in ``datasets`` are equal."""
+_NAMES = {
+    "halffloat": "float16",
+    "float": "float32",
+    "double": "float64",
+    "date32[day]": "date32",
+    "date64[ms]": "date64",
+}
+_WITH_PARAMETERS = ("timestamp[", "time32[", "time64[", "duration[", "decimal128(", "decimal256(")
+
+
+def feature_of(name: str, kind: pa.DataType) -> object:
+    """The feature of a column.
+
+    Raises:
+        ArgumentError: ``datasets`` has no feature for a type in it.
+    """
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        names = [field.name for field in kind]
+        if not names or len(set(names)) < len(names) or "_type" in names:
+            raise ArgumentError(
+                f"columns: {name!r}: expected a dict with different keys, none of them '_type', found {names}; rename them"
+            )
+        return {field.name: feature_of(name, field.type) for field in kind}
+    if pa.types.is_list(kind) or pa.types.is_fixed_size_list(kind):
+        length = kind.list_size if pa.types.is_fixed_size_list(kind) else -1
+        if pa.types.is_struct(kind.value_type):
+            if length >= 0:
+                raise ArgumentError(
+                    f"columns: {name!r}: datasets has no list of {length} dicts; use a list of any length"
+                )
+            return [feature_of(name, kind.value_type)]
+        return {"feature": feature_of(name, kind.value_type), "length": length, "_type": "Sequence"}
+    if pa.types.is_large_list(kind):
+        return {"feature": feature_of(name, kind.value_type), "_type": "LargeList"}
+    text = str(kind)
+    if text in _SAME or text in _NAMES or text.startswith(_WITH_PARAMETERS):
+        return {"dtype": _NAMES.get(text, text), "_type": "Value"}
+    raise ArgumentError(
+        f"columns: {name!r}: datasets has no type for {text}; convert the values, or leave the column out"
+    )
+
+
+def check_features(schema: pa.Schema, layers: Sequence[str]) -> None:
+    """Raises ArgumentError for columns that an Arrow directory cannot store next to columns of these layers."""
+    if conflicts := sorted(set(layers) & set(schema.names)):
+        raise ArgumentError(f"columns: {conflicts[0]!r} is the name of a layer's column; rename one of them")
+    for name, dtype in without_arrow_type(schema).items():
+        raise ArgumentError(f"columns: {name!r}: Arrow has no {dtype}; convert the values to float32")
+    for field in schema:
+        feature_of(field.name, field.type)
+
+
+def array_feature(dtype: str, tokens: int | None, width: int) -> dict[str, object]:
+    """The feature of sequences of ``tokens`` vectors; None: of any number of vectors."""
+    return {"shape": [tokens, width], "dtype": dtype, "_type": "Array2D"}
+
+
+def vector_feature(dtype: str, width: int) -> dict[str, object]:
+    """The feature of single vectors."""
+    return {"feature": {"dtype": dtype, "_type": "Value"}, "length": width, "_type": "Sequence"}
+
+
+# Messages of the written Arrow streams: schemas that can be rewritten in place with another shape, and record batches.
+#
+#     schema   ff ff ff ff | u32 n | flatbuffer, zeros up to n bytes     n does not depend on the number of tokens
+#     batch    ff ff ff ff | u32 n | flatbuffer | body                   as pyarrow serializes it
+#     end      ff ff ff ff | 00 00 00 00
+#
+# The schema contains the number of tokens if it is the same in all examples (the first dimension of ``Array2D``). That is known
+# only at the end, so the schema is then rewritten in place.
+
+
+END = b"\xff\xff\xff\xff\0\0\0\0"
+MOST_VALUES = (1 << 31) - 1
+"""Limit on the values of a column in one batch: the offsets of Array2D have 32 bits."""
+_EXTENSION = "datasets.features.features.Array2DExtensionType"
+_MARGIN = 64
+"""Bytes reserved for alignment within a flatbuffer."""
+_LONGEST = 10**10
+"""A first dimension with the largest number of digits, to reserve room for any other."""
+
+
+@dataclass(frozen=True)
+class ArrowColumns:
+    """The columns of activations: names, dtype, width, and whether rows are vectors or sequences."""
+
+    names: tuple[str, ...]
+    dtype: np.dtype[np.generic]
+    width: int
+    vectors: bool
+
+    @property
+    def kind(self) -> pa.DataType:
+        """The Arrow type of a column."""
+        import pyarrow as pa
+
+        value = pa.from_numpy_dtype(self.dtype)
+        return pa.list_(value, self.width) if self.vectors else pa.list_(pa.list_(value))
+
+    def features(self, columns: pa.Schema, tokens: int | None) -> dict[str, object]:
+        """The features of all columns. ``tokens``: tokens per example; None: examples differ."""
+        feature = vector_feature(self.dtype.name, self.width)
+        if not self.vectors:
+            feature = array_feature(self.dtype.name, tokens, self.width)
+        return dict.fromkeys(self.names, feature) | {
+            field.name: feature_of(field.name, field.type) for field in columns
+        }
+
+    def schema(self, columns: pa.Schema, tokens: int | None) -> pa.Schema:
+        """The schema as ``datasets`` writes it."""
+        import pyarrow as pa
+
+        field_metadata: dict[str, str] | None = None
+        if not self.vectors:
+            shape = json.dumps([[tokens, self.width], self.dtype.name])
+            field_metadata = {"ARROW:extension:name": _EXTENSION, "ARROW:extension:metadata": shape}
+        fields = [pa.field(name, self.kind, metadata=field_metadata) for name in self.names]
+        info = json.dumps({"info": {"features": self.features(columns, tokens)}})
+        plain = [pa.field(field.name, usual(field.type)) for field in columns]
+        return pa.schema([*fields, *plain], metadata={"huggingface": info})
+
+    def header(self, columns: pa.Schema, tokens: int | None) -> bytes:
+        """The schema's message. Its length depends only on the columns."""
+        message = self.schema(columns, tokens).serialize().to_pybytes()
+        room = -(-len(self.schema(columns, _LONGEST).serialize()) // 8) * 8 + _MARGIN
+        return b"".join([message[:4], (room - 8).to_bytes(4, "little"), message[8:], bytes(room - len(message))])
+
+    def batch(
+        self, values: Sequence[NDArray[np.generic]], tokens: NDArray[np.int64], columns: pa.Table | None
+    ) -> memoryview:
+        """A record batch's message: rows ``(sum of tokens, width)`` of each layer, and columns of the examples.
+
+        At most :data:`MOST_VALUES` values in a layer, and columns of less than 2 GiB.
+        """
+        import pyarrow as pa
+
+        arrays = [self._array(of_layer, tokens) for of_layer in values]
+        column_schema = pa.schema([]) if columns is None else columns.schema
+        if columns is not None:
+            arrays += arrays_of(columns)
+        record_batch = pa.RecordBatch.from_arrays(arrays, schema=self.schema(column_schema, None))
+        return memoryview(record_batch.serialize())
+
+    def _array(self, values: NDArray[np.generic], tokens: NDArray[np.int64]) -> pa.Array:
+        import pyarrow as pa
+
+        value = pa.from_numpy_dtype(self.dtype)
+        flat = np.ascontiguousarray(values).reshape(-1)
+        buffer = pa.Array.from_buffers(value, flat.size, [None, pa.py_buffer(flat.view(np.uint8))])
+        if self.vectors:
+            return pa.FixedSizeListArray.from_arrays(buffer, self.width)
+        vectors = pa.ListArray.from_arrays(_ends(len(values), self.width), buffer)
+        return pa.ListArray.from_arrays(np.concatenate([[0], np.cumsum(tokens)]).astype(np.int32), vectors)
+
+
+def _ends(count: int, width: int) -> NDArray[np.int32]:
+    return (np.arange(count + 1, dtype=np.int64) * width).astype(np.int32)
+
+
+def usual(kind: pa.DataType) -> pa.DataType:
+    """The type with list elements named as ``datasets`` names them. Parquet files use other names."""
+    import pyarrow as pa
+
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, usual(field.type)) for field in kind])
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(usual(kind.value_type), kind.list_size)
+    if pa.types.is_list(kind):
+        return pa.list_(usual(kind.value_type))
+    return pa.large_list(usual(kind.value_type)) if pa.types.is_large_list(kind) else kind
+
+
+def arrays_of(table: pa.Table) -> list[pa.Array]:
+    """One array per column, with types from :func:`usual`."""
+    import pyarrow as pa
+
+    arrays = []
+    for column in table.columns:
+        combined, kind = column.combine_chunks(), usual(column.type)
+        array = pa.concat_arrays(combined.chunks) if isinstance(combined, pa.ChunkedArray) else combined
+        arrays.append(array if str(array.type) == str(kind) else array.cast(kind))
+    return arrays
+
+
+def same_types(a: pa.Schema, b: pa.Schema) -> bool:
+    """Whether two schemas have equal names and types, in the same order."""
+    return a.names == b.names and all(x.equals(y) for x, y in zip(a.types, b.types, strict=True))
+
+
+def info_of(features: Mapping[str, object], metadata: Mapping[str, object]) -> dict[str, object]:
+    """The fields of dataset_info.json that ``datasets`` writes, and metadata."""
+    texts = {"citation": "", "description": "", "homepage": "", "license": ""}
+    return {**texts, **metadata, "features": dict(features)}
+
 
 INFO, STATE = "dataset_info.json", "state.json"
 SHARD_BYTES = 500 << 20
@@ -386,3 +598,60 @@ def _tail(path: Path) -> bytes:
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
     write_bytes(path, json.dumps(value, indent=2).encode())
+
+
+# Metadata of Arrow directories in other formats, and the reverse.
+
+
+_OF_STATE = (
+    *("_data_files", "_fingerprint", "_format_columns", "_format_kwargs", "_format_type", "_indices_data_files"),
+    *("_indices_files", "_output_all_columns", "_split"),
+)
+
+
+class HfArrowCarrying(Carrying):
+    """Drops fields that describe files, and empty strings, which ``datasets`` writes for absent fields."""
+
+    model_key: ClassVar[str | None] = "model"
+
+    def metadata_kept(self, contents: Contents) -> dict[str, object]:
+        return _about(without_files(contents.metadata))
+
+    def metadata_again(
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        fields = _about(metadata)
+        return {k: v for k, v in fields.items() if k not in TEXT_FIELDS or isinstance(v, str)}, {}
+
+
+def _about(metadata: Mapping[str, object]) -> dict[str, object]:
+    omitted_fields = (*_OF_STATE, *FILE_FIELDS)
+    return {k: v for k, v in metadata.items() if k not in omitted_fields and (v or k not in TEXT_FIELDS)}
+
+
+# Saves ``datasets.Dataset`` objects to folders.
+#
+# The files behind an object can differ from its contents: ``select``, ``shuffle`` and ``filter`` add an indices mapping, and
+# columns may be renamed or removed. ``save_to_disk`` writes the contents.
+
+
+def save(dataset: object, folder: Location) -> None:
+    """Writes a ``datasets.Dataset`` to a new folder.
+
+    Raises:
+        ArgumentTypeError: the object is a ``DatasetDict`` or an ``IterableDataset``.
+    """
+    import datasets
+
+    if not isinstance(dataset, datasets.Dataset):
+        kind, remedy = type(dataset).__name__, "collect its rows in one first"
+        if isinstance(dataset, dict):
+            remedy = f"pass one of its splits: {', '.join(map(repr, dataset))}"
+        raise ArgumentTypeError(f"src: expected a datasets.Dataset, found {kind}; {remedy}")
+    shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        dataset.save_to_disk(str(folder))
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -17,7 +17,7 @@ class JkminderFormat(Format):
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
-        "check": ".check:check",
+        "check": ".read:check",
     }
 
 

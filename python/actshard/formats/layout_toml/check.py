@@ -17,8 +17,7 @@ from actshard.formats.layout_toml.index import build
 from actshard.formats.layout_toml.units import by_capture, key_of
 from actshard.formats.numbered import SHOWN
 from actshard.formats.plain_folders import NAME
-from actshard.formats.report import Report
-from actshard.formats.torch_checks import check_torch
+from actshard.formats.report import Report, check_torch
 
 
 def check(root: Location, report: Report, tell: Tell) -> None:

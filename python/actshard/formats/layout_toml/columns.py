@@ -13,7 +13,7 @@ from actshard.base._arguments import stored
 from actshard.base._json import utf8
 from actshard.base.errors import FormatError, NotStoredError
 from actshard.base.location import Location
-from actshard.formats.incomplete import OF_A_FILE
+from actshard.formats.contents import OF_A_FILE
 from actshard.formats.layout_toml.description import Description, Part
 from actshard.formats.layout_toml.files import OpenedFile, array_in, is_lines, lines_of, open_files, parquet_of, viewed
 from actshard.formats.layout_toml.index import RowIndex, line_number

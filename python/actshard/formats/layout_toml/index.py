@@ -18,8 +18,7 @@ from actshard._native import StoredArray
 from actshard.base._arguments import stored
 from actshard.base.errors import FormatError, UnsupportedError
 from actshard.base.location import Location
-from actshard.formats.contents import NOTHING_ABSENT, Absence
-from actshard.formats.incomplete import OF_A_FILE
+from actshard.formats.contents import NOTHING_ABSENT, OF_A_FILE, Absence
 from actshard.formats.layout_toml.description import Description, Name, Part, Pattern
 from actshard.formats.layout_toml.files import (
     OpenedFile,

@@ -16,7 +16,7 @@ class LlamascopiumFormat(Format):
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
-        "check": ".check:check",
+        "check": ".read:check",
     }
 
 

@@ -35,8 +35,7 @@ from actshard.base.errors import (
     UnsupportedError,
 )
 from actshard.base.location import Location
-from actshard.formats.contents import NOTHING_ABSENT, Absence, Contents, Evidence, Logits, Options, Router
-from actshard.formats.incomplete import leave_out
+from actshard.formats.contents import NOTHING_ABSENT, Absence, Contents, Evidence, Logits, Options, Router, leave_out
 from actshard.formats.lmprobe.index import PREFIX, TOKEN_LISTS, UNLISTED, Index, find_parts
 
 # Names in lmprobe's code, then names in the format text.

@@ -1,4 +1,4 @@
-"""Writes Model-Optimizer's hidden states, as ``compute_hidden_states_hf.py`` writes them; see ``files`` for the layout.
+"""Writes Model-Optimizer's hidden states, as ``compute_hidden_states_hf.py`` writes them; see the docstring of the folder.
 
 A file's name is the example's number with 8 digits, so that names sort in the order of the examples. The conversation's id, if
 there is one, is stored in the file.

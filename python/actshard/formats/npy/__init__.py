@@ -8,7 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+from actshard.base.location import Location
+from actshard.formats.contents import Contents, Evidence, Options
 from actshard.formats.format import Format, Room
+from actshard.formats.plain_folders import PlainCarrying, check, plain_contents, plain_evidence
+
+__all__ = ["FORMAT", "PlainCarrying", "check", "detect", "open"]
 
 
 class NpyFormat(Format):
@@ -23,12 +28,22 @@ class NpyFormat(Format):
     writes: ClassVar[bool] = True
     skips_incomplete: ClassVar[bool] = True
     rooms: ClassVar[Mapping[Room, str]] = {
-        "detect": ".read:detect",
-        "open": ".read:open",
+        "detect": ".:detect",
+        "open": ".:open",
         "target": ".write:NpyTarget",
-        "check": ".read:check",
-        "carrying": ".read:PlainCarrying",
+        "check": ".:check",
+        "carrying": ".:PlainCarrying",
     }
 
 
 FORMAT = NpyFormat()
+
+
+def detect(path: Location) -> Evidence:
+    """Checks for a description with the mark of ``npy``."""
+    return plain_evidence(path, "npy")
+
+
+def open(path: Location, options: Options) -> Contents:
+    """Reads the description, the headers and the metadata, but no rows."""
+    return plain_contents(path, options, "npy")

@@ -18,7 +18,7 @@ class ParquetVectorsFormat(Format):
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
-        "check": ".check:check",
+        "check": ".read:check",
     }
 
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard.base.codes import Remark
+from actshard.base.containers import read_footer
 from actshard.base.errors import ActshardError, FormatError, UnknownFormatError, UnsupportedError, boundary
-from actshard.base.footers import read_footer
 from actshard.base.location import Location
 from actshard.formats.candidates import is_of_indices
 from actshard.formats.numbered import FileKey, Gap, Numbered, renumbered

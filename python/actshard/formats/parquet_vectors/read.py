@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from actshard._native import Rows
 from actshard.base._json import read_json
 from actshard.base.codes import Remark
-from actshard.base.errors import ActshardError, ArgumentError, FormatError, NotStoredError
-from actshard.base.faults import RAISE, Faults
+from actshard.base.errors import RAISE, ActshardError, ArgumentError, Faults, FormatError, NotStoredError
 from actshard.base.location import Location
 from actshard.formats.candidates import (
     choose,
@@ -35,6 +34,7 @@ from actshard.formats.candidates import (
     several_layers,
 )
 from actshard.formats.contents import Contents, Evidence, Options
+from actshard.formats.format import Tell
 from actshard.formats.parquet_vectors.files import (
     FLOATS,
     ParquetFile,
@@ -46,9 +46,11 @@ from actshard.formats.parquet_vectors.files import (
     parquet_files,
     sidecar,
 )
+from actshard.formats.report import Report
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
 
 LOOKED_FOR = "parquet files with a column of vectors, or of lists of floats named as activations"
 _MOST_SIDECAR = 16 << 20
@@ -436,3 +438,46 @@ class _Decode:
 def open(path: Location, options: Options) -> Contents:
     """Reads footers. Decodes row groups only for lengths of sequences that neither types nor features specify."""
     return ParquetDataset(path, layout=options.layout).contents(options)
+
+
+# Checks of parquet files with vectors
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Decodes every row group, and compares NLA's description with the file."""
+    dataset = report.faults.parse(root, lambda: ParquetDataset(root, report.faults, report.layout))
+    if dataset is None:
+        return
+    report.count("files", len(dataset.files))
+    if dataset.layers_each > 1:
+        names = ", ".join(column.name for column in dataset.columns_found)
+        report.add("layout", root, f"columns {names} of three axes are taken as (layer, token, dim)")
+    for number, ((file, group), first) in enumerate(zip(dataset.groups, dataset.firsts.tolist(), strict=False)):
+        tell("row groups", number, len(dataset.groups))
+        lengths = dataset.lengths_in(number)
+        for column in dataset.columns_found:
+            with report.noting(file.path):
+                file.decode(group, column, first, lengths, dataset.d_model)
+        with report.noting(file.path):
+            file.read(group, list(dataset.column_names))
+    _check_description(dataset, report)
+
+
+def _check_description(dataset: ParquetDataset, report: Report) -> None:
+    path = sidecar(dataset.files[0].path)
+    extraction = dataset.described.get("extraction")
+    if dataset.described.get("kind") != "nla_dataset" or not isinstance(extraction, dict):
+        return
+    rows = dataset.described.get("row_count")
+    if rows is not None and rows != dataset.num_examples:
+        report.add("count-claim", path, rows, f"{dataset.num_examples}, as in the file", "field 'row_count'")
+    width = extraction.get("d_model")
+    if width is not None and width != dataset.d_model:
+        report.add("claim", path, width, f"{dataset.d_model}, the size of the vectors", "field 'extraction.d_model'")
+    layer = extraction.get("layer_index")
+    if "activation_layer" in dataset.column_names and layer is not None:
+        with report.noting(path):
+            values = set(dataset.columns(["activation_layer"])["activation_layer"].unique().to_pylist())
+            if values - {layer}:
+                text = f"{layer}, but column activation_layer has {sorted(values, key=str)[:5]}"
+                report.add("claim", path, text, "the layer of all rows", "field 'extraction.layer_index'")

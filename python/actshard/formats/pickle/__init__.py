@@ -6,9 +6,18 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from actshard.base.codes import Code
+from actshard.base.codes import NOTE, Code
 from actshard.formats.format import Format, Room
-from actshard.formats.pickle import codes
+
+FINDINGS = (
+    Code(
+        "no-checksum",
+        NOTE,
+        "The metadata give no checksum for a shard.",
+        "Damage to the shard may go unnoticed.",
+        "add checksums to metadata.json",
+    ),
+)
 
 
 class PickleFormat(Format):
@@ -18,7 +27,7 @@ class PickleFormat(Format):
     description: ClassVar[str] = "pickle shards"
     signs: ClassVar[tuple[str, ...]] = ("metadata.json",)
     manifest: ClassVar[tuple[str, ...]] = ("*/metadata.json", "metadata.json")
-    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
+    findings: ClassVar[tuple[Code, ...]] = FINDINGS
     order: ClassVar[int] = 40
     writes: ClassVar[bool] = True
     skips_incomplete: ClassVar[bool] = True
@@ -29,9 +38,9 @@ class PickleFormat(Format):
         "open": ".read:open",
         "open_several": ".read:open_many",
         "target": ".write:PickleTarget",
-        "check": ".check:check",
-        "merger": ".merge:PickleMerger",
-        "carrying": ".columns:PickleCarrying",
+        "check": ".read:check",
+        "merger": ".write:PickleMerger",
+        "carrying": ".write:PickleCarrying",
     }
 
     def remains(self, names: frozenset[str]) -> bool:

@@ -21,9 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import actshard._native as _native
-from actshard.base.errors import ArgumentError
-from actshard.base.work import make_folder, rename, sync_folders, write_json
-from actshard.formats.pickle.read import LARGEST_LAYER, SAMPLE_NUMBERS
+from actshard.base._json import Fields, read_json
+from actshard.base.errors import ArgumentError, MissingFileError
+from actshard.base.location import Location, network_io
+from actshard.base.work import as_json, make_folder, rename, sync_folders, write_json
+from actshard.formats.carrying import ORIGIN, Carrying, checked_origin
+from actshard.formats.contents import Options
+from actshard.formats.merging import Merge, Merger, check_column_types
+from actshard.formats.pickle.read import LARGEST_LAYER, SAMPLE_NUMBERS, machines_in, open_many
 from actshard.formats.target import (
     LONGEST_PREVIEW,
     PREVIEW,
@@ -42,6 +47,9 @@ from actshard.formats.target import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from actshard.formats.contents import Contents
+
 
 SHARD_BYTES = 100_000_000
 """Shard size before compression; the text recommends 50 to 500 MB."""
@@ -421,3 +429,146 @@ def _nothing(size: int, align: int) -> bytes:
     if size == 1:
         size += align
     return b"N0" * (size // 2) if size % 2 == 0 else b"K\x000" + b"N0" * ((size - 3) // 2)
+
+
+# Merges pickle shards: renumbers the shards and joins their lists.
+
+
+_DECODED = 160 << 20
+"""Memory for one decoded shard of each part, whose columns are checked."""
+
+
+def _check(plan: Merge) -> None:
+    parts = [Location.at(part) for part in plan.parts]
+    open_many(Location.at(plan.path), parts, Options("pread"))  # rejects duplicate sample numbers
+    missing = next((source for source, _ in _plan_moves(plan)[0] if not source.is_file()), None)
+    if missing is not None:
+        raise MissingFileError("expected a shard, found no file", path=missing)
+    # Only the first shard of each part is checked: reading all columns would decode all rows.
+    contents = [open_many(p, [p], Options(network_io(p), _DECODED)) for p in parts]
+    check_column_types(plan, [c.unit_columns(0) for c in contents if c.unit_columns is not None])
+
+
+def _plan_moves(plan: Merge) -> tuple[list[tuple[Path, str]], dict[str, object]]:
+    """Returns each shard with its new name, and the merged metadata."""
+    described = [Fields(read_json(p / "metadata.json"), p / "metadata.json") for p in plan.parts]
+    moves: list[tuple[Path, str]] = []
+    shards: list[dict[str, Any]] = []
+    for part, metadata in zip(plan.parts, described, strict=True):
+        for shard in metadata.items("shards"):
+            number = len(shards) + 1
+            file = shard.text("filename")
+            name = f"shard_{number:04d}{'.pkl.gz' if file.endswith('.gz') else '.pkl'}"
+            moves.append((part / file, name))
+            shards.append({**shard.value, "shard_id": number, "filename": name})
+    configs = [Fields(m.value.get("extraction_config"), m.path, "extraction_config").value for m in described]
+    config = dict(configs[0])
+    layers = list(dict.fromkeys(la for s in shards for la in s.get("layers", [])))
+    longest = [c["max_seq_length"] for c in configs if isinstance(c.get("max_seq_length"), int)]
+    config |= {"layers_extracted": config.get("layers_extracted", layers), "max_seq_length": max(longest, default=1)}
+    statistics = [m.value.get("statistics") for m in described]
+    seconds = [s.get("extraction_duration_seconds") if isinstance(s, dict) else None for s in statistics]
+    durations = [s for s in seconds if isinstance(s, int | float)]
+    samples = sum(
+        Fields(s, plan.parts[0] / "metadata.json", "shards").integer("num_samples", minimum=0) for s in shards
+    )
+    created = described[0].value.get("created_at", "")
+    return moves, shard_listing(shards, samples, config, created, 0, 1, sum(durations) if durations else None)
+
+
+class PickleMerger(Merger):
+    """Merges pickle shards: they get new names. Each folder of a multi-machine extraction is a part."""
+
+    makes: ClassVar[tuple[str, ...]] = ("shard_*.pkl", "shard_*.pkl.gz", "metadata.json")
+
+    def datasets(self, path: Path) -> list[Path]:
+        return (
+            [path] if (path / "metadata.json").exists() else [folder.local for folder in machines_in(Location.at(path))]
+        )
+
+    def check(self, plan: Merge) -> None:
+        _check(plan)
+
+    def taken(self, plan: Merge) -> list[tuple[Path, Path]]:
+        return [(source, plan.path / name) for source, name in _plan_moves(plan)[0]]
+
+    def finish(self, plan: Merge) -> Path:
+        _native.sync_files([plan.path])  # shards must be on disk before the list that names them
+        write_json(plan.path / "metadata.json", _plan_moves(plan)[1])
+        _native.sync_files([plan.path])
+        return plan.path
+
+    def beside(self, plan: Merge) -> tuple[Sequence[str], int, bool]:
+        return ["metadata.json"], len(as_json(_plan_moves(plan)[1])), True
+
+
+# Columns and metadata of pickle shards in other formats, and the reverse.
+
+
+_OF_FILES = frozenset(("layers_extracted", "max_seq_length"))
+"""Fields of ``extraction_config`` that the writer computes."""
+
+
+class PickleCarrying(Carrying):
+    """Metadata are the fields of ``extraction_config``; samples are numbered."""
+
+    derived: ClassVar[frozenset[str]] = frozenset(("shape", "layers"))
+    number_column: ClassVar[str | None] = "sample_idx"
+    model_key: ClassVar[str | None] = "model_name"
+
+    def numbered_by_order(self, contents: Contents) -> bool:
+        """Whether samples are numbered by order, according to the shards' ``sample_id_range``."""
+        shards: object = contents.metadata.get("shards")
+        if not isinstance(shards, list):
+            return False
+        first = 0
+        for shard in shards:
+            if not isinstance(shard, dict):
+                return False
+            ids, count = shard.get("sample_id_range"), shard.get("num_samples")
+            if count == 0:
+                continue
+            if not isinstance(count, int) or ids != [first, first + count - 1]:
+                return False
+            first += count
+        return True
+
+    def fillers(self, contents: Contents) -> frozenset[str]:
+        """The preview, if no example has a text. Shards are decoded up to the first text."""
+        if PREVIEW not in contents.column_names:
+            return frozenset()
+        unit_columns = contents.unit_columns
+        if unit_columns is None or contents.units is None:
+            tables = iter([contents.columns([PREVIEW])])  # some examples only
+        else:
+            tables = map(unit_columns, range(len(contents.units) - 1))
+        is_empty = is_null = True
+        for table in tables:
+            previews = table[PREVIEW].to_pylist()  # of any type
+            is_null &= all(preview is None for preview in previews)
+            is_empty &= all(preview == "" for preview in previews)
+            if not (is_null or is_empty):
+                return frozenset()
+        return frozenset((PREVIEW,))
+
+    def outgoing(self, table: pa.Table) -> pa.Table:
+        """Replaces the preview by the whole text if that is stored, so that other formats get one text column."""
+        import pyarrow.compute as pc
+
+        if PREVIEW not in table.column_names or "text" not in table.column_names:
+            return table
+        texts = pc.coalesce(table["text"].cast("string"), table[PREVIEW].cast("string"))
+        table = table.drop_columns(["text"])
+        return table.set_column(table.column_names.index(PREVIEW), PREVIEW, texts)
+
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, object] | None:
+        config = metadata.get("extraction_config") or {}
+        return checked_origin(config.get(ORIGIN)) if isinstance(config, dict) else None
+
+    def metadata_again(
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        config: Any = metadata.get("extraction_config")
+        if not isinstance(config, dict) and isinstance(machines := metadata.get("machines"), dict):
+            config = next((m.get("extraction_config") for m in machines.values()), None)
+        return {k: v for k, v in (config or {}).items() if k not in _OF_FILES}, {}

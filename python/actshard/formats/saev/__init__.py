@@ -6,9 +6,25 @@ import re
 from collections.abc import Mapping
 from typing import ClassVar
 
-from actshard.base.codes import Code
+from actshard.base.codes import WARNING, Code
 from actshard.formats.format import Format, Room
-from actshard.formats.saev import codes
+
+FINDINGS = (
+    Code(
+        "hash-mismatch",
+        WARNING,
+        "The folder's name is not the hash of its metadata.",
+        "The folder was renamed, or its metadata changed.",
+        "rename it to the hash, or restore the metadata",
+    ),
+    Code(
+        "layer-order",
+        WARNING,
+        "Layers are not in ascending order.",
+        "The names of layers may be swapped: saev's recorder stores layers in the order in which the model runs.",
+        "check one layer against the model",
+    ),
+)
 
 
 class SaevFormat(Format):
@@ -19,7 +35,7 @@ class SaevFormat(Format):
     signs: ClassVar[tuple[str, ...]] = ("metadata.json",)
     manifest: ClassVar[tuple[str, ...]] = ("shards.json", "metadata.json")
     column_files: ClassVar[tuple[str, ...]] = ("labels.bin", "actshard_lengths.bin")
-    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
+    findings: ClassVar[tuple[Code, ...]] = FINDINGS
     order: ClassVar[int] = 10
     writes: ClassVar[bool] = True
     skips_incomplete: ClassVar[bool] = True
@@ -28,9 +44,9 @@ class SaevFormat(Format):
         "open": ".read:open",
         "target": ".write:SaevTarget",
         "begun": ".write:writing_folders",
-        "check": ".check:check",
+        "check": ".read:check",
         "merger": ".merge:SaevMerger",
-        "carrying": ".columns:SaevCarrying",
+        "carrying": ".merge:SaevCarrying",
     }
 
     def remains(self, names: frozenset[str]) -> bool:

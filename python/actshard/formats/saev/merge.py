@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -14,14 +15,71 @@ from actshard.base._json import Fields, read_json
 from actshard.base.errors import ExistsError, UnsupportedError
 from actshard.base.location import Location
 from actshard.base.work import as_json, rename, write_bytes, write_json
+from actshard.formats.carrying import ORIGIN, Carrying, checked_origin
 from actshard.formats.contents import Contents, Options
 from actshard.formats.merging import Assembled, Merge, Merger
-from actshard.formats.saev.columns import SaevCarrying
-from actshard.formats.saev.read import BUDGET, CONTENT_TOKENS, D_MODEL, ITEMSIZE, LENGTHS, N_EXAMPLES, hashes
+from actshard.formats.saev.read import (
+    BUDGET,
+    CHECKPOINT,
+    CONTENT_TOKENS,
+    D_MODEL,
+    FAMILY,
+    ITEMSIZE,
+    LENGTHS,
+    N_EXAMPLES,
+    hashes,
+)
 from actshard.formats.saev.read import open as open_dump
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import pyarrow as pa
+
+
+# saev's metadata in other formats, and metadata of other formats in saev's.
+
+
+class SaevCarrying(Carrying):
+    """saev's metadata fields are fixed, so another format's metadata are stored as JSON text in ``data``."""
+
+    model_key: ClassVar[str | None] = "ckpt"
+    number_column: ClassVar[str | None] = "example_idx"
+
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, object] | None:
+        data = metadata.get("data")
+        if isinstance(data, str) and data.startswith(f'{{"{ORIGIN}"'):
+            try:
+                data = json.loads(data)
+            except ValueError:
+                return None
+        return checked_origin(data.get(ORIGIN)) if isinstance(data, dict) else None
+
+    def content_only(self, metadata: Mapping[str, object]) -> dict[str, object]:
+        return {**metadata, "cls_token": False}
+
+    def metadata_again(
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        def first(names: Sequence[str]) -> pa.Table:
+            return next((metadata[n] for n in names if n in metadata), None)
+
+        kept_metadata = {
+            "family": first(FAMILY),
+            "ckpt": first(CHECKPOINT),
+            "data": metadata.get("data"),
+            "dataset": metadata.get("dataset"),
+            "pixel_agg": metadata.get("pixel_agg"),
+        }
+        options: dict[str, object] = {"cls_token": bool(metadata.get("cls_token", "layers" not in metadata))}
+        budget = first(BUDGET)
+        if isinstance(budget, int) and first(D_MODEL):
+            options["max_tokens_per_shard"] = budget
+        return {k: v for k, v in kept_metadata.items() if v is not None}, options
+
+    def metadata_from(
+        self, contents: Contents, origin: dict[str, object]
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        text = json.dumps({ORIGIN: origin}, separators=(",", ":"), ensure_ascii=False, default=str)
+        return {"ckpt": contents.model or "unknown", "data": text}, {"cls_token": bool(contents.special_tokens)}
 
 
 @dataclass(frozen=True)

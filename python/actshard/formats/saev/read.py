@@ -30,7 +30,9 @@ from actshard._native import Rows
 from actshard.base._json import Fields, read_json, show
 from actshard.base.codes import Remark
 from actshard.base.errors import (
+    RAISE,
     ActshardError,
+    Faults,
     FileAccessError,
     FormatError,
     MissingFileError,
@@ -39,16 +41,16 @@ from actshard.base.errors import (
     TruncatedFileError,
     UnsupportedError,
 )
-from actshard.base.faults import RAISE, Faults
 from actshard.base.location import Location, found_together
-from actshard.formats.contents import Absence, Contents, Evidence, Options
+from actshard.formats.contents import Absence, Contents, Evidence, Options, leave_out, none_whole, size_of_file
 from actshard.formats.format import Tell
-from actshard.formats.incomplete import leave_out, none_whole, size_of_file
+from actshard.formats.report import Report
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import pyarrow as pa
+
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 
@@ -496,3 +498,20 @@ def _columns(path: Location, n: int, names: Sequence[str], shards: Sequence[Loca
         return pa.table({name: np.arange(n, dtype=np.int64) for name in names})
     except MemoryError as error:
         raise FileAccessError(f"not enough memory for a table of {n} rows", path=path) from error
+
+
+# Checks of saev shards
+
+
+def check(root: Location, report: Report, tell: Tell) -> None:
+    """Checks metadata and every shard, as opening does, and looks for shards that are not listed."""
+    dump = report.faults.parse(root, lambda: DumpMetadata(root, report.faults, tell))
+    if dump is None:
+        return
+    report.count("files", len(dump.shards))
+    report.count("bytes", dump.bytes)
+    listed_paths = {shard for shard, _ in dump.shards}
+    for entry in root.entries() if root.lists else ():
+        if re.fullmatch(r"acts\d+\.bin.*", entry.name) and root / entry.name not in listed_paths:
+            text = f"a shard that shards.json does not list (it lists {len(dump.shards)})"
+            report.add("unlisted-file", root / entry.name, text)

@@ -1,4 +1,4 @@
-"""Writes SpecForge's hidden states, as ``scripts/prepare_hidden_states.py`` writes them; see ``files`` for the layout."""
+"""Writes SpecForge's hidden states, as ``scripts/prepare_hidden_states.py`` writes them; see the docstring of the folder."""
 
 from __future__ import annotations
 

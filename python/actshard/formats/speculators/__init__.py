@@ -5,9 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from actshard.base.codes import Code
+from actshard.base.codes import ERROR, WARNING, Code
 from actshard.formats.format import Format, Room
-from actshard.formats.speculators import codes
+
+FINDINGS = (
+    Code(
+        "scale-value",
+        ERROR,
+        "A scale of float8 or int8 states is NaN, infinite, zero or negative.",
+        "The states of its tokens are NaN, infinite, zero, or have the wrong sign.",
+        "generate the example again",
+    ),
+    Code(
+        "saturated-codes",
+        WARNING,
+        "Many float8 or int8 codes have the largest magnitude.",
+        "Scales are too small: larger values were clipped when the file was written.",
+        "write the states again with scales of their largest magnitude",
+    ),
+)
 
 
 class SpeculatorsFormat(Format):
@@ -20,13 +36,13 @@ class SpeculatorsFormat(Format):
     column_files: ClassVar[tuple[str, ...]] = ("*.arrow",)
     order: ClassVar[int] = 60
     writes: ClassVar[bool] = True
-    findings: ClassVar[tuple[Code, ...]] = codes.FINDINGS
+    findings: ClassVar[tuple[Code, ...]] = FINDINGS
     rooms: ClassVar[Mapping[Room, str]] = {
         "detect": ".read:detect",
         "open": ".read:open",
         "target": ".write:SpeculatorsTarget",
-        "check": ".check:check",
-        "carrying": ".columns:SpeculatorsCarrying",
+        "check": ".read:check",
+        "carrying": ".write:SpeculatorsCarrying",
     }
 
 

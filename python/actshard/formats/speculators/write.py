@@ -23,14 +23,17 @@ from actshard.base.errors import FormatError
 from actshard.base.layers import Layer
 from actshard.base.location import Location
 from actshard.base.work import sync_folders, whole_file, write_bytes
-from actshard.formats.per_token import LAST, token_values
+from actshard.formats.carrying import Carrying
+from actshard.formats.per_token import LAST, TokenTarget, token_values
 from actshard.formats.scales import ScaleLoss, Scaling
-from actshard.formats.speculators.files import FLOATS, FOLDER, IDS, INFO, LAYERS, SCALED_BY, SCALES, STATE, STATES
+from actshard.formats.speculators.read import FLOATS, FOLDER, IDS, INFO, LAYERS, SCALED_BY, SCALES, STATE, STATES
 from actshard.formats.target import AllExamples, Block, Spec, only
-from actshard.formats.token_target import TokenTarget
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+    from actshard.formats.contents import Contents
+
 
 COLUMNS = ("input_ids", "loss_mask")
 _TYPES: Mapping[str, DTypeLike] = dict(zip(COLUMNS, (np.int32, np.int64), strict=True))
@@ -308,3 +311,22 @@ def _fingerprint(table: pa.Table) -> str:
 
 def _write_json(path: Path, value: Mapping[str, object]) -> None:
     write_bytes(path, json.dumps(value, indent=2, sort_keys=True).encode())
+
+
+# speculators' columns and metadata in other formats, and the reverse.
+
+
+_OF_FILES = frozenset(("features", "splits", "citation", "description", "homepage", "license", LAYERS, SCALED_BY))
+"""Fields of dataset_info.json that describe the files, or that the writer sets."""
+
+
+class SpeculatorsCarrying(Carrying):
+    """Keeps token ids and masks. ``seq_len`` is the number of tokens, and is derived from the rows."""
+
+    derived: ClassVar[frozenset[str]] = frozenset(("seq_len",))
+    of_files: ClassVar[frozenset[str]] = _OF_FILES
+
+    def metadata_again(
+        self, metadata: Mapping[str, object], contents: Contents | None
+    ) -> tuple[dict[str, object], dict[str, object]]:
+        return {name: value for name, value in metadata.items() if name not in _OF_FILES}, {}

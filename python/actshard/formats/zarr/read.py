@@ -42,13 +42,14 @@ from actshard.base._arguments import name_of
 from actshard.base._json import MAX_INT, Fields, exists, read_json, show, utf8
 from actshard.base.codes import Remark
 from actshard.base.errors import (
+    RAISE,
     ArgumentError,
+    Faults,
     FormatError,
     MissingFileError,
     NotStoredError,
     UnsupportedError,
 )
-from actshard.base.faults import RAISE, Faults
 from actshard.base.layers import Layer, checked
 from actshard.base.location import Location
 from actshard.formats.contents import Absence, Contents, Evidence, Options

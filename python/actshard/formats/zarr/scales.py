@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from actshard.base._arguments import name_of
 from actshard.base._json import Fields, show
 from actshard.base.errors import FormatError, UnsupportedError
-from actshard.formats.row_scales import WORDS
+from actshard.formats.scales import WORDS
 from actshard.formats.zarr.arrays import ZarrStore, core_decoder, decoded_by, read_array
 from actshard.formats.zarr.meta import ArrayMeta
 

@@ -23,7 +23,7 @@ from actshard.base.codes import Remark
 from actshard.base.errors import ArgumentError, OverflowWarning, warn
 from actshard.base.location import Location
 from actshard.base.work import make_folder, record_files, refuse_other, sync_folders, write_json
-from actshard.formats.row_scales import KINDS, WORDS, RowScaling
+from actshard.formats.scales import KINDS, WORDS, RowScaling
 from actshard.formats.target import (
     AllExamples,
     Block,

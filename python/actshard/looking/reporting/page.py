@@ -14,7 +14,7 @@ from actshard.base._arguments import counted, many
 from actshard.base.errors import ActshardError, FormatError, MissingFileError, NotAFileError, UnsupportedError
 from actshard.base.layers import Layer
 from actshard.formats.report import Finding, Report
-from actshard.looking.stats.advice import Advice, cut
+from actshard.looking.stats.summary import Advice, cut
 from actshard.plot.style import inline, style
 
 if TYPE_CHECKING:

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, ArgumentTypeError
 from actshard.base.layers import Layer, plain, several
-from actshard.looking.sampled.rows import Places, RowsRead, blocks, count_of, exact, exponent, numbers, sample
+from actshard.looking.sampled.spectrum import Places, RowsRead, blocks, count_of, exact, exponent, numbers, sample
 from actshard.reading.choosing import scrambled
-from actshard.streaming.readable import Readable
-from actshard.streaming.rows import SelectedRows
+from actshard.streaming.readable import Readable, SelectedRows
 from actshard.streaming.selection import Selection, stored_tokens
 
 CLASSES = 100
@@ -131,7 +130,7 @@ def separability_of(
     selection: Selection,
     progress: RowsRead | None,
 ) -> Separability:
-    """See :meth:`~actshard.looking.sampled.verbs.SampledVerbs.separability`."""
+    """See :meth:`~actshard.looking.sampled.SampledVerbs.separability`."""
     _arguments.check_progress(progress)
     count, seed = count_of(examples, "examples", 4), _arguments.whole(seed, "seed")
     if not _arguments.is_one_of(pool, ("last", "mean")):

@@ -28,10 +28,9 @@ from numpy.typing import NDArray
 from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.base.layers import Layer, plain, several, short
-from actshard.looking.sampled.rows import Places, RowsRead, count_of, exact, exponent, numbers, sample
+from actshard.looking.sampled.spectrum import Places, RowsRead, count_of, exact, exponent, numbers, sample
 from actshard.reading.choosing import scrambled
-from actshard.streaming.readable import Readable
-from actshard.streaming.rows import SelectedRows
+from actshard.streaming.readable import Readable, SelectedRows
 from actshard.streaming.selection import Selection
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ def similarity_of(
     selection: Selection,
     progress: RowsRead | None,
 ) -> Similarity:
-    """See :meth:`~actshard.looking.sampled.verbs.SampledVerbs.similarity`."""
+    """See :meth:`~actshard.looking.sampled.SampledVerbs.similarity`."""
     _arguments.check_progress(progress)
     count, seed = count_of(rows, "rows"), _arguments.whole(seed, "seed")
     mine = _names(store, layers)

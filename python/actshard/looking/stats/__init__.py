@@ -1,22 +1,31 @@
 """Statistics of a layer's rows.
 
-``sums``: sums over ranges of rows, for the tasks of plans. ``summary``: norms, positions, the largest, repeated rows.
+``summary``: norms, positions, the largest, repeated rows, and findings in words.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+import actshard._native as _native
 from actshard.base._arguments import many
-from actshard.base.layers import Layer
-from actshard.looking.stats.advice import Advice
-from actshard.looking.stats.summary import LargestColumn, LargestRow, Norms, NormsByPosition, Repeats, Summary
+from actshard.base.layers import Layer, listing, plain
+from actshard.looking.stats.summary import (
+    Advice,
+    LargestColumn,
+    LargestRow,
+    Norms,
+    NormsByPosition,
+    Repeats,
+    Summary,
+    cut,
+)
 
 MASSIVE = 100
 """Times the median from which a row or a column counts as massive."""
@@ -389,3 +398,141 @@ def _texts(values: NDArray[np.float64] | np.float64) -> object:
     numbers = np.atleast_1d(values).tolist()
     plain = [x if np.isfinite(x) else str(x) for x in numbers]
     return plain if np.ndim(values) else plain[0]
+
+
+# Findings about several layers: those of each, joined, and those of layers compared with each other.
+
+
+_NORMS = 10.0
+"""Layers whose median norms differ by more than this factor need scaling when they are trained on together."""
+_JOINED = 3
+"""From this many layers on, findings of one kind are one finding."""
+
+
+def advice_of(stats_by_layer: Mapping[Layer, Stats]) -> list[Advice]:
+    """The findings of some layers, with the layer in ``where``."""
+    layer_advice = [(layer, advice) for layer, stats in stats_by_layer.items() for advice in stats.advice()]
+    return [*together(layer_advice), *_between(stats_by_layer)]
+
+
+def together(layer_advice: Sequence[tuple[Layer, Advice]]) -> list[Advice]:
+    """Joins advice of one kind about several layers: it names all of them, and describes the worst."""
+    kinds: dict[tuple[str, str], list[tuple[Layer, Advice]]] = {}
+    for layer, advice in layer_advice:
+        kinds.setdefault((advice.kind, advice.severity), []).append((layer, advice))
+    advice_list = []
+    for group in kinds.values():
+        if len(group) < _JOINED:
+            advice_list += [replace(advice, where=f"layer {cut(plain(layer), 60)}") for layer, advice in group]
+            continue
+        layer, worst = max(group, key=lambda pair: pair[1].size)
+        names = cut(listing([name for name, _ in group]), 80)
+        text = f"worst in layer {cut(plain(layer), 40)}: {worst.text}" if worst.size else worst.text
+        advice_list.append(replace(worst, where=f"{len(group)} layers ({names})", text=text))
+    return advice_list
+
+
+def _between(stats_by_layer: Mapping[Layer, Stats]) -> Iterator[Advice]:
+    norms = {layer: x.norms.median for layer, x in stats_by_layer.items()}
+    norms = {layer: norm for layer, norm in norms.items() if np.isfinite(norm) and norm > 0}
+    if len(norms) < 2:
+        return
+    low, high = min(norms, key=norms.__getitem__), max(norms, key=norms.__getitem__)
+    if norms[high] > _NORMS * norms[low]:
+        yield Advice(
+            "warning",
+            "layers",
+            f"median norms differ by a factor of {norms[high] / norms[low]:,.0f}: {norms[low]:.3g} in layer {cut(plain(low), 40)}, "
+            f"{norms[high]:.3g} in layer {cut(plain(high), 40)}. A model of several layers mostly fits the large ones.",
+            "Scale each layer when training on several.",
+            "normalize=[store.stats(x) for x in layers]",
+            "norms",
+        )
+
+
+# Sums over ranges of rows, which tasks of a plan make and its commit joins.
+
+
+_FLOATS = ("mean", "squares", "min", "max")
+_COUNTS = ("finite", "nan", "infinite", "zeros")
+SUMMED = np.dtype([(name, "<f8") for name in _FLOATS] + [(name, "<i8") for name in _COUNTS])
+"""Sums of a column."""
+
+
+class Sums:
+    """Sums over a range of a layer's rows, which add up to the same bits however the rows were divided into ranges.
+
+    Rows are divided into leaves of a fixed size. A range of leaves is kept as the largest nodes of a binary tree that lie in it:
+    few arrays, whatever its length. See the core's ``stream/stats/tree.rs``.
+    """
+
+    def __init__(self, width: int, nodes: Sequence[dict[str, Any]] = ()) -> None:
+        self.width = width
+        self.nodes = list(nodes)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(int(node["rows"]) for node in self.nodes)
+
+    @property
+    def leaves(self) -> tuple[int, int]:
+        """First leaf and end of the range."""
+        if not self.nodes:
+            return 0, 0
+        last = self.nodes[-1]
+        return int(self.nodes[0]["first"]), int(last["first"]) + (1 << int(last["level"]))
+
+    def join(self, following: Sums) -> Sums:
+        """The sums of this range and of the one that follows.
+
+        Raises:
+            ArgumentError: another range follows, or one of another width.
+        """
+        return Sums(self.width, _native.joined_sums([*self.nodes, *following.nodes]))
+
+    def stats(self, layer: Layer | None = None) -> Stats:
+        """The statistics, if these are the sums of all rows."""
+        total = _native.total_sums(self.nodes)
+        if total is None:
+            start = {"min": np.inf, "max": -np.inf}
+            total = {name: np.full(self.width, start.get(name, 0.0)) for name in _FLOATS}
+            total |= {name: np.zeros(self.width, np.int64) for name in _COUNTS}
+            total |= {"rows": 0, "norms": (0.0, 0), **Summary().as_sums()}
+        return Stats.of(total, layer)
+
+    def as_plain(self) -> tuple[list[list[Any]], NDArray[np.generic], list[dict[str, object]]]:
+        """JSON values of each node, an array ``(nodes, width)`` of its columns, and JSON of its summary; see :meth:`of_plain`."""
+        columns = np.empty((len(self.nodes), self.width), SUMMED)
+        for node, row in zip(self.nodes, columns, strict=True):
+            for name in (*_FLOATS, *_COUNTS):
+                row[name] = node[name]
+        records = [[n["first"], n["level"], n["rows"], float(n["norms"][0]).hex(), n["norms"][1]] for n in self.nodes]
+        return records, columns, [Summary.of(node).as_plain() for node in self.nodes]
+
+    @classmethod
+    def of_plain(
+        cls,
+        records: Sequence[Sequence[Any]],
+        columns: NDArray[np.generic],
+        summaries: Sequence[Mapping[str, object]],
+        width: int,
+    ) -> Sums:
+        """The sums of :meth:`as_plain`.
+
+        Raises:
+            ValueError, TypeError: the values are not those of sums of this width.
+        """
+        if columns.dtype != SUMMED or columns.shape != (len(records), width):
+            raise ValueError(f"expected {len(records)} sums of {width} columns, found {columns.dtype} {columns.shape}")
+        nodes: list[dict[str, object]] = []
+        for (first, level, rows, norms, count), row, summary in zip(records, columns, summaries, strict=True):
+            for number in (first, level, rows, count):
+                if type(number) is not int or number < 0:
+                    raise ValueError(f"expected a count, found {number!r:.80}")
+            node: dict[str, object] = {"first": first, "level": level, "rows": rows}
+            node["norms"] = (float.fromhex(norms), count)
+            node |= Summary.of_plain(summary).as_sums()
+            node |= {name: np.ascontiguousarray(row[name]) for name in (*_FLOATS, *_COUNTS)}
+            nodes.append(node)
+        return cls(width, nodes)

@@ -11,12 +11,11 @@ from actshard.base import _arguments
 from actshard.base.errors import ArgumentError, LostWorkerError, MissingExtraError
 from actshard.plan.plan import Plan
 from actshard.plan.runners import squeue
-from actshard.plan.runners.element import Element
-from actshard.plan.runners.tasks import Heard, lost, plan_file
+from actshard.plan.runners.tasks import Element, Heard, lost, plan_file
 
 _POLL_SECONDS = 2.0
 _MOST_REQUEUES = 10_000
-"""Practically unlimited: an element that finishes no task in a run is not queued again (:mod:`actshard.plan.runners.element`)."""
+"""Practically unlimited: an element that finishes no task in a run is not queued again (:mod:`actshard.plan.runners.tasks`)."""
 _HINTS = {"TIMEOUT": ": ask for more time", "OUT_OF_MEMORY": ": ask for more memory"}
 
 

@@ -17,7 +17,7 @@ from actshard.base.location import Location
 from actshard.base.request import RECORD, Digest, Request, checksum, joined_digests
 from actshard.base.work import is_below
 from actshard.formats.report import Report
-from actshard.looking.repeating import equal_examples
+from actshard.looking.examining import equal_examples
 from actshard.reading.store import Store
 
 if TYPE_CHECKING:

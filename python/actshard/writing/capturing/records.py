@@ -22,8 +22,7 @@ from actshard.base._arguments import many
 from actshard.base._json import lines
 from actshard.base.errors import ArgumentError, ArgumentTypeError, ClosedError, FormatError
 from actshard.base.location import Location
-from actshard.tokens.patterns import matching
-from actshard.tokens.sources import LONGEST_LINE, RowProblem, Source, compression, inflated, reading
+from actshard.tokens.sources import LONGEST_LINE, RowProblem, Source, compression, inflated, matching, reading
 from actshard.writing.capturing.column_types import ColumnTypes
 
 Row = Mapping[str, object]

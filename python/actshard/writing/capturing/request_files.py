@@ -37,8 +37,7 @@ from actshard.base.location import Location
 from actshard.base.work import write_bytes_at_once
 from actshard.formats import registry
 from actshard.formats.contents import Options
-from actshard.formats.speculators.files import StatesFile, is_being_written, states_of
-from actshard.formats.speculators.read import contents_of_requests
+from actshard.formats.speculators.read import StatesFile, contents_of_requests, is_being_written, states_of
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
 from actshard.writing import Writer

@@ -10,22 +10,128 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actshard import formats
+from actshard.base._arguments import many
 from actshard.base._columns import pick_rows
 from actshard.base.errors import ArgumentError, ArgumentTypeError, NotStoredError
 from actshard.base.layers import Layer
+from actshard.formats.carrying import Carrying
+from actshard.formats.contents import Contents
 from actshard.formats.tables import IncompatibleTypesError, common_schema, concatenated
-from actshard.formats.target import LOGITS, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
-from actshard.writing.converting.carriers import carrying_of
-from actshard.writing.converting.texts import Texts
+from actshard.formats.target import LOGITS, OTHER_TEXT, PATCH_LABELS, PREVIEW, ROUTER, TEXTS, array_of, list_column
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from actshard._native import Rows
-    from actshard.formats.contents import Contents
     from actshard.formats.target import Target
     from actshard.reading.store import Store
     from actshard.streaming.readable import Readable
+
+
+# Returns the ``Carrying`` of a source: that of its format, or a :class:`JoinedCarrying` if the source joins several stores.
+
+
+def carrying_of(contents: Contents) -> Carrying:
+    """Returns the ``Carrying`` of a source, which selects the columns and metadata to convert."""
+    return JoinedCarrying() if contents.parts else formats.get(contents.format).carrying()
+
+
+class JoinedCarrying(Carrying):
+    """Keeps the columns that each part's format keeps, and every part's metadata."""
+
+    def names(self, contents: Contents) -> list[str]:
+        """Columns that some part keeps, and the column of sources."""
+        sources = [part.contents for part in contents.parts]
+        stored_names = {name for source in sources for name in source.column_names}
+        kept_names = {name for source in sources for name in carrying_of(source).names(source)}
+        return [name for name in contents.column_names if name in kept_names or name not in stored_names]
+
+    def left_behind(self, contents: Contents) -> list[str]:
+        """Contents that at least one part cannot convert."""
+        sources = [part.contents for part in contents.parts]
+        return list(dict.fromkeys(what for source in sources for what in carrying_of(source).left_behind(source)))
+
+    def fillers(self, contents: Contents) -> frozenset[str]:
+        """Columns that are empty in every part."""
+        has: dict[str, bool] = {}
+        for part in contents.parts:
+            source = part.contents
+            fillers = carrying_of(source).fillers(source)
+            for name in source.column_names:
+                # A part's text column may have the other name in the joined store.
+                joined = name if name in contents.column_names else OTHER_TEXT.get(name, name)
+                has[joined] = has.get(joined, True) and name in fillers
+        return frozenset(name for name, only in has.items() if only)
+
+    def metadata_kept(self, contents: Contents) -> dict[str, object]:
+        """Every part's metadata."""
+        parts = [
+            {**entry, "metadata": carrying_of(part.contents).metadata_kept(part.contents)}
+            for entry, part in zip(contents.metadata["parts"], contents.parts, strict=True)
+        ]
+        return {"parts": parts}
+
+    def origin(self, metadata: Mapping[str, object]) -> dict[str, object] | None:
+        """None: the parts may come from several datasets."""
+        return None
+
+
+# Texts of a conversion's result: repeated and missing ones are losses in formats that find examples by text.
+
+
+_AT_ONCE = 16_384
+"""Number of texts in memory as Python strings."""
+
+
+class Texts:
+    """Counts the distinct and the missing texts of a dataset's examples."""
+
+    def __init__(self) -> None:
+        self._examples = 0
+        self._stored = False
+        """Whether some examples have a column of texts; otherwise the target generates texts."""
+        self._hashes: list[NDArray[np.int64]] = []
+
+    @classmethod
+    def of(cls, result: Store) -> Texts:
+        """The texts of a finished dataset, without those that its writer generated."""
+        texts, contents = cls(), result.contents
+        generated = formats.get(contents.format).carrying().generated(contents)
+        names = [name for name in TEXTS if name in contents.column_names and name not in generated][:1]
+        batches = contents.column_batches or (lambda names: iter([contents.columns(names)]))
+        for table in batches(names) if names else ():
+            texts.add(table, len(table))
+        return texts
+
+    def add(self, table: pa.Table | None, n: int) -> None:
+        """Counts the texts of n more examples with these columns."""
+        self._examples += n
+        name = None if table is None else next((name for name in TEXTS if name in table.column_names), None)
+        if table is None or name is None:
+            return
+        self._stored = True
+        for first in range(0, n, _AT_ONCE):
+            texts = table[name].slice(first, _AT_ONCE).drop_null().to_pylist()
+            self._hashes.append(np.fromiter(map(hash, texts), np.int64, len(texts)))
+
+    def losses(self, format: str) -> list[str]:
+        """The losses in a format that looks rows up by text."""
+        if not self._stored:
+            return [f"the source has none; texts are generated because {format} looks rows up by text"]
+        hashes = np.concatenate(self._hashes) if self._hashes else np.zeros(0, np.int64)
+        shared, absent = len(hashes) - len(np.unique(hashes)), self._examples - len(hashes)
+        details = []
+        if shared:
+            details.append(
+                f"{many(shared, 'example', 'has', 'have')} the same text as another one: "
+                f"{format} looks rows up by text and returns one example's rows for all"
+            )
+        if absent:
+            details.append(
+                f"{many(absent, 'example', 'has', 'have')} no text, while others have one: "
+                f"{format}'s own reader cannot find them, and fails if it reads all examples"
+            )
+        return details
 
 
 _ALL = 1 << 40

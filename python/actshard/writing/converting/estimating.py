@@ -21,8 +21,7 @@ from actshard.base.location import Location
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
 from actshard.writing.converting.planning import source
-from actshard.writing.converting.predicting import spread
-from actshard.writing.converting.previewing import preview
+from actshard.writing.converting.previewing import preview, spread
 from actshard.writing.converting.running import convert
 
 SAMPLE_BYTES = 32 << 20

@@ -25,12 +25,12 @@ from actshard.formats.target import PATCH_LABELS, Target
 from actshard.reading.inputs import fingerprint, store_folders
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
-from actshard.streaming.content import content_range
+from actshard.streaming.readable import content_range
 from actshard.writing.columns import Decided
-from actshard.writing.converting.carriers import carrying_of
 from actshard.writing.converting.columns import (
     Columns,
     NumbersMatterError,
+    carrying_of,
     choose,
     dropped,
     labels_of,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -16,18 +17,20 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 from actshard import formats
 from actshard.base import _arguments
 from actshard.base._arguments import many
-from actshard.base.errors import ArgumentError, DtypeError, ExistsError, FormatError, boundary, warn
+from actshard.base.errors import ActshardError, ArgumentError, DtypeError, ExistsError, FormatError, boundary, warn
 from actshard.base.layers import Layer, plain
+from actshard.base.location import Location
 from actshard.base.logs import LOG
 from actshard.base.request import Request
 from actshard.formats.options import FormatOptions
-from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target
+from actshard.formats.target import LOGITS, PATCH_LABELS, ROUTER, TEXTS, Block, Target, arrays_in
+from actshard.reading.finding import find
 from actshard.reading.inputs import changed_read, read_inputs
 from actshard.reading.opening import open_quietly
 from actshard.reading.store import Store
-from actshard.writing.converting.blocks import blocks, copy_blocks, lengths_of, read, survey
-from actshard.writing.converting.column_differences import ColumnComparison
-from actshard.writing.converting.columns import Columns, NumbersMatterError
+from actshard.writing.columns import is_separate, plain_values, read_columns
+from actshard.writing.converting.blocks import Layout, blocks, copy_blocks, lengths_of, read, survey
+from actshard.writing.converting.columns import Columns, NumbersMatterError, Texts
 from actshard.writing.converting.planning import (
     OVERFLOW,
     ConversionRequest,
@@ -43,13 +46,182 @@ from actshard.writing.converting.planning import (
     refuse_target_within,
     source,
 )
-from actshard.writing.converting.saving import SavesToDisk, saves
-from actshard.writing.converting.segments import Layout
-from actshard.writing.converting.texts import Texts
-from actshard.writing.converting.uploading import uploads
 from actshard.writing.existing import check_same, complete_at
 from actshard.writing.given import can_overflow
 from actshard.writing.sink import Sink
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+
+# Compares the columns of a conversion's result with those of its source.
+
+
+class ColumnComparison:
+    """The columns of a result, to be compared with those of its source, block by block.
+
+    Columns that the format changes (:attr:`Columns.turned`) are losses and not compared, nor are those of formats with a fixed set
+    of columns (:attr:`Target.only_columns`).
+    """
+
+    def __init__(self, target: Target, result: Store, columns: Columns) -> None:
+        self._target, self._result, self._columns = target, result, columns
+        self._is_compared = target.only_columns is None
+        names = list(result.contents.column_names) if self._is_compared and target.holds_columns else []
+        self._stored: Mapping[str, pa.ChunkedArray] = read_columns(target, result.contents, names) if names else {}
+
+    def difference(self, ids: NDArray[np.int64], unit: int | None, places: NDArray[np.int64]) -> str | None:
+        """The first difference in some examples; None if they are equal.
+
+        Args:
+            ids: examples of the source.
+            unit: the shard that contains them, as for :meth:`Columns.of`.
+            places: their numbers in the result.
+        """
+        if not self._is_compared:
+            return None
+        table = self._columns.of(ids, unit, self._target)
+        if table is None:
+            return None
+        for name in table.column_names:
+            if name in self._columns.turned:
+                continue
+            if is_separate(self._target, name):
+                where = self._array_difference(table, name, places)
+            else:
+                where = self._value_difference(name, table[name], places)
+            if where is not None:
+                return where
+        return None
+
+    def _value_difference(self, name: str, column: pa.ChunkedArray, places: NDArray[np.int64]) -> str | None:
+        import pyarrow as pa
+
+        if name not in self._stored:
+            # Empty columns need no place in formats that find their columns in files.
+            return None if column.null_count == len(column) else f"column {name!r} is missing"
+        stored = self._stored[name].take(pa.array(places))
+        if column.type.equals(stored.type) and column.equals(stored):
+            return None
+        before, after = plain_values(column), plain_values(stored)
+        if before == after:
+            return None
+        i = next(i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b)
+        return f"example {int(places[i])}, column {name!r}: expected {column[i].as_py()!r:.60}, found {stored[i].as_py()!r:.60}"
+
+    def _array_difference(self, table: pa.Table, name: str, places: NDArray[np.int64]) -> str | None:
+        array = arrays_in(table, name)
+        if name == PATCH_LABELS:
+            labels = self._result.labels
+            stored = None if labels is None else labels[places]
+        elif name in LOGITS:
+            stored = self._result.logits(places)[LOGITS.index(name)]
+        else:
+            stored = self._result.router(int(name.removeprefix(ROUTER)), places)
+        if (
+            stored is not None
+            and array.shape == stored.shape
+            and array.tobytes() == stored.astype(array.dtype).tobytes()
+        ):
+            return None
+        return f"{name} of examples {int(places[0])} to {int(places[-1])} differ"
+
+
+# Conversions of objects of other libraries, such as a ``datasets.Dataset``: saved next to the result, converted, and removed.
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class SavesToDisk(Protocol):
+    """A ``datasets.Dataset``."""
+
+    def save_to_disk(self, dataset_path: object) -> None:
+        """Writes the dataset to a new folder."""
+
+
+def saves(convert: F) -> F:
+    """Extends a conversion to sources that are objects of formats' libraries (:meth:`Format.is_given`)."""
+
+    @functools.wraps(convert)
+    def wrapped(src: object, dst: object, format: str, **arguments: object) -> object:
+        kind = formats.of_object(src)
+        if kind is None:
+            return convert(src, dst, format, **arguments)
+        for name in ("src_format", "storage_options", "cache"):
+            if arguments.get(name):
+                raise ArgumentError(f"{name}: expected a path as src to use it for, found {type(src).__name__}")
+        if arguments.get("resume"):
+            raise ArgumentError(
+                "resume: expected a path as src, which can be compared with that of the interrupted call, found "
+                f"{type(src).__name__}; save it first"
+            )
+        import tempfile  # imported on use: it imports many modules
+
+        parent = _arguments.local_path(dst, "dst").absolute().parent
+        with boundary(parent, "write"):
+            parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".actshard-", dir=parent) as scratch:
+                folder = Path(scratch) / type(src).__name__
+                kind.save(src, folder)
+                return convert(str(folder), dst, format, src_format=kind.name, **arguments)
+
+    return cast(F, wrapped)
+
+
+# Conversions whose result is a URL: into a local scratch folder, then :func:`actshard.push`.
+
+
+def uploads(convert: F) -> F:
+    """Extends a conversion to targets that are URLs. Handles its arguments ``scratch`` and ``target_options``."""
+
+    @functools.wraps(convert)
+    def wrapped(src: object, dst: object, format: str, **arguments: object) -> object:
+        scratch, options = arguments.pop("scratch", None), arguments.pop("target_options", None)
+        if _arguments.is_url_elsewhere(dst):
+            return _to_url(convert, src, (dst, options, scratch), format, arguments)
+        for name, value in (("scratch", scratch), ("target_options", options)):
+            if value is not None:
+                raise ArgumentError(f"{name}: expected a URL as dst to use it for, found a local path")
+        return convert(src, dst, format, **arguments)
+
+    return cast(F, wrapped)
+
+
+def _to_url(
+    convert: F, src: object, target: tuple[str, Any, object], format: str, arguments: dict[str, object]
+) -> object:
+    from actshard.writing.pushing import Scratch  # only if it is used
+
+    began = time.perf_counter()
+    url, options, scratch_folder = target
+    resume = _arguments.switch(arguments.get("resume", False), "resume")
+    exist_ok = _arguments.switch(arguments.get("exist_ok", False), "exist_ok")
+    scratch = Scratch(url, options, scratch_folder, f"convert {format}")
+    scratch.check_free(resume, exist_ok)
+    if (resume or exist_ok) and not scratch.has_work:
+        _refuse_another_format(scratch.root, format)
+    scratch.make()
+    try:
+        with scratch.named():
+            conversion = convert(src, scratch.folder, format, **arguments)
+    finally:
+        scratch.remove_if_empty()
+    scratch.push()
+    return replace(conversion, path=scratch.place_of(conversion.path), seconds=time.perf_counter() - began)
+
+
+def _refuse_another_format(root: Location, format: str) -> None:
+    """Raises ExistsError, before anything is converted, for a dataset at the destination that cannot be the result."""
+    try:
+        path, name = find(root)
+    except ActshardError:  # the destination is checked again before the upload
+        return
+    if name != format:
+        raise ExistsError(
+            f"contains other objects: a dataset, format: expected {format}, found {name}. Choose another URL", path=path
+        )
+
 
 _COMPARED = 66
 """Number of examples, including first and last, that ``exist_ok`` and ``resume`` compare with the source."""

@@ -21,8 +21,7 @@ from actshard.base.errors import (
 )
 from actshard.base.location import Location
 from actshard.base.storage import Remote
-from actshard.writing.pushing.choosing import LocalFile
-from actshard.writing.pushing.planning import CARD, Shipment
+from actshard.writing.pushing.planning import CARD, LocalFile, Shipment
 
 _PER_FOLDER, _PER_COMMIT = 10_000, 25_000
 """Maximum number of files (https://huggingface.co/docs/hub/storage-limits)."""

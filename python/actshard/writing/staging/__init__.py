@@ -14,10 +14,7 @@
 A folder with its final name is complete: ``new`` is renamed at the end. When a copy is replaced, the user's files in it are moved
 to the new copy.
 
-- ``marker``: the description of a staged copy in its folder
-- ``listing``: the files of a source
-- ``folder``: the lock of the working folder, and replacing one copy by another
-- ``copying``: copying files
+- ``folder``: the description of a staged copy, the files of a source, copying them, and replacing one copy by another
 """
 
 from __future__ import annotations
@@ -37,10 +34,33 @@ from actshard.base.work import STAGED, look, make_folder, refuse_within, remove,
 from actshard.reading.finding import find_any, of_tokens
 from actshard.reading.opening import open_quietly
 from actshard.writing.converting import Conversion, convert
-from actshard.writing.staging.copying import StageProgress, check_digests, check_space, check_versions, copy, keep, link
-from actshard.writing.staging.folder import check_target, complete, is_same, put, recover, target_of, turn
-from actshard.writing.staging.listing import list_files, origin_of, received, revision_of, within
-from actshard.writing.staging.marker import Listed, Marker, Staged, read_marker, size_of, write_marker
+from actshard.writing.staging.folder import (
+    Listed,
+    Marker,
+    Staged,
+    StageProgress,
+    check_digests,
+    check_space,
+    check_target,
+    check_versions,
+    complete,
+    copy,
+    is_same,
+    keep,
+    link,
+    list_files,
+    origin_of,
+    put,
+    read_marker,
+    received,
+    recover,
+    revision_of,
+    size_of,
+    target_of,
+    turn,
+    within,
+    write_marker,
+)
 
 __all__ = ["MARKER", "Staged", "origin", "stage"]
 

@@ -5,22 +5,222 @@ from __future__ import annotations
 import contextlib
 import filecmp
 import itertools
+import json
 import os
 import posixpath
 import re
+import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
+import actshard._native as _native
 from actshard.base import _arguments
-from actshard.base.errors import ActshardError, ArgumentError, ExistsError, FormatError, LockedError, MissingFileError
+from actshard.base.errors import (
+    ActshardError,
+    ArgumentError,
+    DiskFullError,
+    ExistsError,
+    FormatError,
+    LockedError,
+    MissingFileError,
+    NotAFileError,
+    boundary,
+)
 from actshard.base.layers import Layer, listing
 from actshard.base.location import Location
-from actshard.base.work import STAGED, Lock, make_folder, remove, sync_folders, sync_tree
+from actshard.base.request import RECORD
+from actshard.base.storage import Remote
+from actshard.base.work import COLUMNS, STAGED, Lock, make_folder, remove, sync_folders, sync_tree, write_json
 from actshard.reading.verifying import verify
-from actshard.writing.staging.listing import origin_of, within
-from actshard.writing.staging.marker import Listed, Marker, Staged, read_marker, state_of, write_marker
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+
+# The marker of a staged copy: its source, and the recorded files of the source and of the copy.
+
+
+_VERSION = 1
+
+Listed = dict[str, tuple[int, str]]
+"""Maps names below a folder, joined by ``/``, to size and version (ETag)."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Result of :func:`stage`.
+
+    Attributes:
+        path: the local dataset, for :func:`actshard.open`.
+        source: URL or path of the source, without secrets.
+        revision: the commit of a dataset of the hub; else None.
+        layers: the staged layers; None: all.
+        files: number of files of the copy.
+        bytes: total size of these files.
+        fetched: bytes that this call read from the source's files; 0 if the copy was complete.
+        losses: properties of the source that a copy of some layers lacks.
+    """
+
+    path: Path
+    source: str
+    revision: str | None
+    layers: tuple[Layer, ...] | None
+    files: int
+    bytes: int
+    fetched: int
+    losses: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain values for JSON."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__} | {"path": str(self.path)}
+
+
+@dataclass(frozen=True)
+class Marker:
+    """The description of a staged copy."""
+
+    source: str
+    revision: str | None
+    layers: list[Layer] | None
+    below: str
+    """The dataset's path relative to the source."""
+    inside: str
+    """The dataset's path relative to the staged folder; empty: the folder itself."""
+    listed: Listed
+    files: dict[str, int]
+    """Sizes of the copy's files."""
+    losses: list[str]
+    times: dict[str, int] = field(default_factory=dict)
+    """Modification times of the copy's files, in nanoseconds."""
+    origin: str | None = None
+    """A digest of the server, if URLs of different servers can be equal."""
+
+    def result(self, target: Path, fetched: int = 0) -> Staged:
+        """Returns the public result."""
+        layers = None if self.layers is None else tuple(self.layers)
+        size = sum(self.files.values())
+        path = target / self.inside if self.inside else target
+        return Staged(path, self.source, self.revision, layers, len(self.files), size, fetched, tuple(self.losses))
+
+    def is_whole(self, target: Path) -> bool:
+        """Whether all files of the copy exist with their sizes."""
+        base = os.path.join(target, self.inside)  # noqa: PTH118 -- many files: Path would cost time
+        return all(size_of(f"{base}/{name}") == size for name, size in self.files.items())
+
+    def is_as_staged(self, target: Path, name: str) -> bool:
+        """Whether a file was not modified since it was staged."""
+        return state_of(f"{target}/{self.inside}/{name}") == (self.files.get(name), self.times.get(name))
+
+    def changed(self, target: Path) -> list[str]:
+        """Files of the copy that were modified since they were staged."""
+        base = target / self.inside
+        return [n for n in self.files if not self.is_as_staged(target, n) and os.path.lexists(base / n)]
+
+
+def read_marker(path: Path) -> Marker | None:
+    """Reads a marker or plan; None if there is none, or if it is damaged."""
+    try:
+        fields = json.loads(path.read_bytes())
+        if fields.pop("actshard") != _VERSION:
+            return None
+        fields["listed"] = {name: (int(size), str(tag)) for name, (size, tag) in fields["listed"].items()}
+        fields["files"] = {str(name): int(size) for name, size in fields["files"].items()}
+        fields["losses"] = [str(loss) for loss in fields["losses"]]
+        fields["times"] = {str(name): int(time) for name, time in fields.get("times", {}).items()}
+        if not all(isinstance(fields[name], str) for name in ("source", "below", "inside")):
+            return None
+        return Marker(**fields)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write_marker(path: Path, marker: Marker) -> None:
+    """Writes a marker for :func:`read_marker`."""
+    write_json(
+        path, {"actshard": _VERSION, **{n: getattr(marker, n) for n in marker.__dataclass_fields__}}, indent=None
+    )
+
+
+def size_of(path: str) -> int:
+    """Size of a file in bytes; -1 if there is no file."""
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 -- called for each of many files: Path would cost time
+    except OSError:
+        return -1
+
+
+def state_of(path: str) -> tuple[int | None, int | None]:
+    """Size in bytes and modification time of a file; (None, None) if there is no file."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 -- called for each staged file: Path would cost time
+    except OSError:
+        return None, None
+    return status.st_size, status.st_mtime_ns
+
+
+# The files of a source, its revision, and its server.
+
+
+_DEEPEST = 32
+
+
+def list_files(source: Location) -> Listed:
+    """All files below a location. Remote stores are listed once, in as few requests as they allow."""
+    source.list_below()
+    with boundary(source, "list"):
+        if source.kind() == "file":
+            raise NotAFileError("expected the folder of a dataset, found a file", path=source)
+        files: Listed = {}
+        if source.exists():
+            _walk(source, "", files, 0)
+    if not files:
+        raise MissingFileError("expected a dataset, found nothing", path=source)
+    return files
+
+
+def _walk(folder: Location, prefix: str, files: Listed, depth: int) -> None:
+    if depth > _DEEPEST:
+        raise FormatError(f"expected at most {_DEEPEST} levels of folders", path=folder)
+    for entry in folder.entries():
+        # Others with such names are working files of writers, and markers of copies.
+        if entry.name.startswith(".actshard") and entry.name not in (RECORD, COLUMNS):
+            continue
+        child, name = folder / entry.name, f"{prefix}{entry.name}"
+        if entry.kind == "folder":
+            _walk(child, f"{name}/", files, depth + 1)
+        elif entry.kind == "file":
+            state = child.stat()
+            files[name] = (state.size, state.version)
+
+
+def within(listing: Listed, subpath: str) -> Listed:
+    """The part of a listing below a folder."""
+    if subpath == ".":
+        return listing
+    return {name[len(subpath) + 1 :]: entry for name, entry in listing.items() if name.startswith(f"{subpath}/")}
+
+
+def revision_of(source: Location) -> str | None:
+    """The commit of a dataset of the hub; None for other sources."""
+    return source.storage.native.revision if isinstance(source.storage, Remote) else None
+
+
+def received(source: Location) -> int:
+    """Bytes received from a remote store so far."""
+    return source.storage.native.counts()[1] if isinstance(source.storage, Remote) else 0
+
+
+def origin_of(source: Location) -> str | None:
+    """A digest of endpoint and account. None if unknown, and for the hub, where the commit identifies the files."""
+    if not isinstance(source.storage, Remote) or str(source).startswith("hf://"):
+        return None
+    try:
+        return source.storage.native.origin()
+    except ActshardError:  # options that cannot be used: the first request explains it
+        return None
 
 
 def target_of(folder: object) -> Path:
@@ -256,3 +456,141 @@ def put(marker: Marker, files: dict[str, int], fetched: int, target: Path, new_c
     _discard(old_copy, target)
     sync_folders([target.parent])
     return new_marker.result(target, fetched)
+
+
+# Copies complete files of a source, and compares them with the listing.
+
+
+_PIECE = 64 << 20
+"""Maximum length of a range: large files are downloaded as several concurrent ranges."""
+_BATCH = 512 << 20
+_FILES = 512
+"""Maximum bytes and ranges between two calls of ``progress``."""
+_STEP, _AT_ONCE = 8 << 20, 32
+"""As in copying.rs of the core: bytes per read, and number of threads."""
+_SLACK = 64 << 20
+"""Free space that must remain on the disk."""
+
+StageProgress = Callable[[str, int, int], object]
+
+_Range = tuple[str, Path, int, int, bool]
+"""Name, temporary file, offset, length, and whether it is the file's last range."""
+
+
+def keep(base: Path, files: Listed, plan: Marker | None) -> None:
+    """Removes from an interrupted copy all files whose version differs from the source's."""
+    if plan is None:
+        remove(base)
+    for folder, _, names in os.walk(base):
+        for name in names:
+            path = Path(folder) / name
+            relative_name = path.relative_to(base).as_posix()
+            if plan is None or relative_name not in files or plan.listed.get(relative_name) != files[relative_name]:
+                remove(path)
+
+
+def link(base: Path, files: Listed, target: Path, source: Location) -> Listed:
+    """Hard-links unchanged files from the copy to be replaced. Files are replaced, never modified, so both copies may be open.
+
+    Returns the other files, which must be checked: also those that an interrupted call copied.
+    """
+    remaining = dict(files)
+    for name, near in unchanged(files, target, source).items():
+        far = base / name
+        if not far.exists():
+            make_folder(far.parent)
+            with contextlib.suppress(OSError):
+                os.link(near, far)
+                del remaining[name]
+    return remaining
+
+
+def unchanged(files: Listed, target: Path, source: Location) -> dict[str, str]:
+    """Maps names to paths of files of an existing copy that equal the source's and were not modified since."""
+    marker = read_marker(target / STAGED)
+    if marker is None or not is_same(marker, source, None):
+        return {}
+    return {
+        name: f"{target}/{marker.inside}/{name}"
+        for name, entry in files.items()
+        if marker.listed.get(name) == entry and marker.is_as_staged(target, name)
+    }
+
+
+def check_space(target: Path, size: int) -> None:
+    """Raises DiskFullError unless ``size`` bytes are free."""
+    free = shutil.disk_usage(target.parent).free
+    if size and size + min(_SLACK, size) > free:
+        raise DiskFullError(f"needs {size:,} bytes, {free:,} are free on this disk. Choose another folder", path=target)
+
+
+def copy(location: Location, missing: Mapping[str, int], base: Path, parts: Path, tell: StageProgress) -> None:
+    """Downloads files, each under a temporary name until it is complete."""
+    total, done = sum(missing.values()), 0
+    folders = {base, *((base / name).parent for name in missing)}
+    for folder in sorted(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+    parts.mkdir(parents=True, exist_ok=True)
+    tell("bytes", 0, total)
+    for batch in _batches(missing, parts):
+        ranges: list[tuple[str | PathLike[str], str | PathLike[str], int, int]] = [
+            (location / name, part, offset, length) for name, part, offset, length, _ in batch
+        ]
+        _native.copy_ranges(ranges)
+        # Synced before renaming: a later call only checks the file's size.
+        _native.sync_files(list(dict.fromkeys(part for _, part, *_ in batch)))
+        for name, part, _, length, last in batch:
+            done += length
+            if last:
+                part.replace(base / name)
+        tell("bytes", done, total)
+
+
+def _batches(missing: Mapping[str, int], parts: Path) -> Iterator[list[_Range]]:
+    batch: list[_Range] = []
+    size = 0
+    for number, (name, file_size) in enumerate(missing.items()):
+        for offset in range(0, max(file_size, 1), _PIECE):
+            length = min(_PIECE, file_size - offset)
+            batch.append((name, parts / str(number), offset, length, offset + length == file_size))
+            size += length
+            if size >= _BATCH or len(batch) >= _FILES:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def most_in_memory(sizes: Sequence[int]) -> int:
+    """Maximum bytes of the core's buffers in :func:`copy`: the core copies up to 32 ranges at once, in steps of 8 MiB."""
+    pieces = sorted(
+        (min(size, _STEP) for size in sizes for _ in range(max(1, -(-min(size, _BATCH) // _PIECE)))), reverse=True
+    )
+    return sum(pieces[:_AT_ONCE])
+
+
+def check_versions(reopen: Callable[[], Location], base: Path, subpath: str, copied: Listed) -> None:
+    """Compares files with a new listing if reading does not detect a replacement: local files, and empty files."""
+    source = reopen()
+    if str(source).startswith("hf://"):  # all files are of one commit
+        return
+    entries = {n: entry for n, entry in copied.items() if source.is_local or entry[0] == 0}
+    if not entries:
+        return
+    current = within(list_files(source), subpath)
+    wrong = [name for name, entry in entries.items() if current.get(name) != entry]
+    for name in wrong:
+        remove(base / name)
+    if wrong:
+        raise FormatError("was replaced while it was staged. Stage again", path=source / subpath / wrong[0])
+
+
+def check_digests(base: Path, tags: Mapping[str, str]) -> None:
+    """Compares files of the hub with their SHA-256, if that is their tag (large files). Removes all that differ."""
+    digests = {name: digest.group() for name, tag in tags.items() if (digest := re.search(r"\b[0-9a-f]{64}\b", tag))}
+    wrong = [name for name, digest in digests.items() if _native.digest_file(base / name)[1] != digest]
+    for name in wrong:
+        remove(base / name)
+    if wrong:
+        what = f"expected SHA-256 {digests[wrong[0]]}, found another. Stage again"
+        raise FormatError(what, path=base / wrong[0], code="checksum")
