@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import actshard
+from actshard.formats import registry
 from conftest import bits, refuses
 
 pytestmark = pytest.mark.peers
@@ -49,6 +50,27 @@ def test_contiguous_datasets_come_back(dtype: str, options: dict[str, Any], io: 
         assert np.array_equal(bits(rows), bits(np.concatenate([want[i, :n] for i, n in enumerate(LENGTHS)])))
     assert store.table["token_ids"].to_pylist() == [[0, 1, 2], [5, 6, 7, 8, 9], [], [15, 16]]
     assert actshard.verify(tmp_path, layout=LAYOUT, deep=True).ok
+
+
+def test_groups_of_several_datasets_are_one_group_each(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "acts.h5", "w") as file:
+        for layer in (0, 1):
+            file[f"layer_{layer}/inputs"] = VALUES[layer, :, 0]
+            file[f"layer_{layer}/targets"] = VALUES[layer, :, 1]
+    activations = {"files": "acts.h5", "tensor": ["layer_{layer}", "inputs"], "axes": ["example", "dim"]}
+    store = actshard.open(tmp_path, layout={"version": 1, "activations": activations})
+    assert [np.array_equal(store.layer(layer).rows(), VALUES[layer, :, 0]) for layer in (0, 1)] == [True, True]
+    draft = registry.get("layout_toml").guess(tmp_path).text
+    assert 'tensor = ["layer_{layer}", "targets"]' in draft or 'tensor = ["layer_{layer}", "inputs"]' in draft
+    assert actshard.open(tmp_path, layout=draft).layers == (0, 1)
+
+
+def test_the_number_of_an_extension_is_no_layer(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "acts.h5", "w") as file:
+        file["hidden"] = VALUES[0]
+    proposal = registry.get("layout_toml").guess(tmp_path)
+    assert "layers = [0]" in proposal.text
+    assert any("do not contain the layer's number" in reason for reason in proposal.unsure)
 
 
 def test_bfloat16_stored_as_integers_comes_back(tmp_path: Path) -> None:

@@ -211,6 +211,32 @@ def test_a_guess_takes_lists_of_json_files_of_the_right_length_as_columns(tmp_pa
     assert table.to_pydict() == {"label": [0, 1, 1, 0]}
 
 
+def test_a_guess_takes_the_file_that_is_named_after_states(tmp_path: Path) -> None:
+    """Not the one with the most bytes, which are outputs."""
+    np.save(tmp_path / "hidden.npy", np.ones((6, 5, 32), np.float32))
+    np.save(tmp_path / "logits.npy", np.zeros((6, 5, 100), np.float32))
+    proposal = registry.get("layout_toml").guess(tmp_path)
+    assert actshard.open(tmp_path, layout=proposal.text).d_model == 32
+    assert any("logits.npy" in reason for reason in proposal.unsure)
+
+
+def test_a_guess_names_files_that_are_no_activations(tmp_path: Path) -> None:
+    put_safetensors(tmp_path / "sae_weights.safetensors", {"W_enc": STATES[0], "W_dec": STATES[0]})
+    (tmp_path / "cfg.json").write_text("{}")
+    assert "weights of a sparse autoencoder" in registry.get("layout_toml").guess(tmp_path).unsure[0]
+    chunks = tmp_path / "chunks"
+    chunks.mkdir()
+    (chunks / "index.json").write_text(json.dumps({"chunks": [{"filename": "chunk-0-0.bin"}], "config": {}}))
+    (chunks / "chunk-0-0.bin").write_bytes(bytes(100))
+    with pytest.raises(FormatError, match="LitData"):
+        registry.get("layout_toml").guess(chunks)
+
+
+def test_a_guess_of_a_short_last_axis_is_unsure_of_it(tmp_path: Path) -> None:
+    np.save(tmp_path / "acts.npy", np.ones((32, 6), np.float32))
+    assert any("a longer one may be" in reason for reason in registry.get("layout_toml").guess(tmp_path).unsure)
+
+
 # -- proposals: which values belong to which example -----------------------------------------------------------------------
 
 

@@ -448,6 +448,15 @@ def test_other_zarr_groups_are_not_taken_for_stores(tmp_path: Path) -> None:
         actshard.open(tmp_path, format="zarr")
 
 
+def test_a_second_array_of_activations_is_named(tmp_path: Path) -> None:
+    store = write_store(tmp_path / "s.zarr", np.ones((2, 1, 4, 32), "f4"), None, (1, 1, 4, 32))
+    write_array(store / "arrays/mlp_activations", np.zeros((2, 1, 4, 64), "<f4"), (1, 1, 4, 64))
+    with warnings.catch_warnings(action="ignore"):
+        read = actshard.open(store)
+    assert read.d_model == 32
+    assert any("arrays/mlp_activations, float32 of shape" in text for text in read.warnings)
+
+
 def test_a_codec_of_the_zarr_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write_store(tmp_path / "s.zarr", np.ones((2, 1, 4, 3), "f4"), None, (1, 1, 4, 3))
     change(store / "arrays/activations/.zarray", lambda meta: meta | {"compressor": {"id": "lz4", "acceleration": 1}})

@@ -12,8 +12,7 @@ from actshard import latents
 from actshard.base._arguments import many
 from actshard.base.errors import UnknownFormatError
 from actshard.base.location import Location
-from actshard.cli._format import console, one_line, show_facts
-from actshard.cli._tables import TableColumn, show_table
+from actshard.cli._format import TableColumn, console, one_line, show_facts, show_table
 from actshard.latents import LatentStore
 from actshard.reading.finding import latents_at
 from actshard.reading.store import Store

@@ -263,7 +263,7 @@ class _Hdf5Opened(OpenedFile):
 
     def names(self, steps: Sequence[Name]) -> list[str]:
         front = "".join(f"{step}/" for step in steps)
-        return [name[len(front) :].split("/")[0] for name in self.sets if name.startswith(front)]
+        return list(dict.fromkeys(name[len(front) :].split("/")[0] for name in self.sets if name.startswith(front)))
 
 
 def _check_hdf5_end(path: Location, base: int) -> None:

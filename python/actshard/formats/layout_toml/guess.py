@@ -19,6 +19,7 @@ from actshard.base._json import read_json
 from actshard.base.errors import ActshardError, FormatError
 from actshard.base.location import Location
 from actshard.formats.candidates import rank_of
+from actshard.formats.foreign import explained
 from actshard.formats.layout_toml import description, index
 from actshard.formats.layout_toml.description import Name, Part, Pattern
 from actshard.formats.layout_toml.files import (
@@ -102,7 +103,7 @@ def _groups(root: Location) -> list[_Group]:
         group = groups.setdefault(re.sub(r"[0-9]+", "#", name), _Group(name, [], 0))
         group.files.append(path)
         group.bytes += entry.size or 0
-    return sorted(groups.values(), key=lambda group: (-group.bytes, group.pattern))
+    return sorted(groups.values(), key=lambda group: (-rank_of(group.pattern), -group.bytes, group.pattern))
 
 
 def _pattern(root: Location, group: _Group) -> tuple[str, list[str], list[str]]:
@@ -137,7 +138,8 @@ def _pattern(root: Location, group: _Group) -> tuple[str, list[str], list[str]]:
 
 def _layer_number(root: Location, group: _Group) -> int | None:
     """The number after a word for layers in the names of all files; None if there is none. Numbers that vary are captured."""
-    pieces = re.split(r"([0-9]+)", group.files[0].relative_to(root))
+    # Not the number of an extension, such as that of .h5.
+    pieces = re.split(r"([0-9]+)", re.sub(r"\.[a-z]+[0-9]+$", "", group.files[0].relative_to(root)))
     numbers = (n for n in range(1, len(pieces), 2) if _LAYER_WORDS.search("".join(pieces[:n])))
     return next((int(pieces[n]) for n in numbers), None)
 
@@ -165,7 +167,8 @@ def _all_arrays(file: OpenedFile) -> list[tuple[tuple[Name, ...], StoredArray]]:
     torch = getattr(file, "file", None)
     if torch is not None:
         return list(_arrays(torch.value, file))
-    return [((name,), value) for name, value in getattr(file, "sets", {}).items() if isinstance(value, StoredArray)]
+    sets = getattr(file, "sets", {})
+    return [(tuple(name.split("/")), value) for name, value in sets.items() if isinstance(value, StoredArray)]
 
 
 def _steps_text(steps: tuple[Name, ...]) -> str:
@@ -322,6 +325,7 @@ def guess(path: Location) -> Proposal:
     """
     root = path if path.kind() == "folder" else path.parent
     groups = _groups(root) if root is path else [_Group(path.name, [path], path.regular("read").size)]
+    foreign = explained(path, root.entries() if root is path else None, sure=True)
     indexed = next((group for group in groups if is_shard_index(group.pattern) and len(group.files) == 1), None)
     if indexed is not None and (proposal := _propose_indexed(root, indexed, groups)) is not None:
         return proposal
@@ -341,7 +345,9 @@ def guess(path: Location) -> Proposal:
         wide = wide or [(s, a) for s, a in arrays if len(a.shape) >= 2 and a.dtype in ("U16", "I16") and kind == "npy"]
         wide = wide or _vectors(arrays, group)
         if wide:
-            return _tried(root, _proposed(root, group, groups, opened, arrays, wide))
+            return _tried(root, _proposed(root, group, groups, opened, arrays, wide, foreign))
+    if foreign:
+        raise FormatError(f"found no file with a floating-point array of two or more axes, but {foreign[0]}", path=root)
     raw = next((group for group in groups if group.files[0].name.endswith((".bin", ".memmap", ".dat", ".raw"))), None)
     if raw is not None:
         return _propose_raw(root, raw)
@@ -421,8 +427,10 @@ def _proposed(
     opened: OpenedFile,
     arrays: list[tuple[tuple[Name, ...], StoredArray]],
     wide: list[tuple[tuple[Name, ...], StoredArray]],
+    foreign: Sequence[str] = (),
 ) -> Proposal:
     pattern, captures, unsure = _pattern(root, group)
+    unsure = [*foreign, *unsure]
     lists = _named_lists(opened)
     steps, array = max(wide, key=lambda entry: (rank_of(".".join(map(str, entry[0]))), math.prod(entry[1].shape)))
     alone = "example" not in captures and "batch" not in captures
@@ -679,7 +687,7 @@ def _axes(
     shape: list[int], captures: list[str], layered: bool, tokens: list[int] | None, unsure: list[str]
 ) -> list[str]:
     """Names of axes by their number and by the shape of the token ids."""
-    if any(n > shape[-1] and n % 64 == 0 and shape[-1] % 64 for n in shape[:-1]):
+    if any(n > shape[-1] and ((n % 64 == 0 and shape[-1] % 64) or shape[-1] < _LEAST_WIDTH) for n in shape[:-1]):
         unsure.append(
             f"the last axis, of {shape[-1]}, is taken as 'dim'; a longer one may be: it may be any axis in 'axes'"
         )

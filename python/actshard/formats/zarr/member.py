@@ -27,6 +27,8 @@ ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
 LENGTHS = {ACTIVATIONS: "seq_len", PROMPT: "prompt_len", RESPONSE: "response_len"}
 """The array with the lengths of each array of activations."""
+_LEAST_WIDTH = 16
+"""Elements of a row that may be activations; shorter ones are scores or scales."""
 _LISTED = 1 << 10
 """Arrays with more chunks are not listed when a store is opened; ``verify`` lists all."""
 MAX_SAMPLES = 1 << 31
@@ -326,7 +328,7 @@ class Member:
             if f"arrays/{name}" in checked:
                 continue
             if (meta := self.small.get(name)) is None:
-                remarks += self._missing_metadata(name)
+                remarks += self._missing_metadata(name) or self._left_out(name)
                 continue
             is_length = name in LENGTHS.values() and meta.fill == 0
             if meta.complete or not (is_length or self.version == 2) or math.prod(meta.grid) > _LISTED:
@@ -345,6 +347,19 @@ class Member:
             return []  # a group, or another folder
         return [
             Remark("missing-file", f"arrays/{name}: {metadata} is missing, but chunks exist: the array is not read")
+        ]
+
+    def _left_out(self, name: str) -> list[Remark]:
+        """A remark about an array that may be activations."""
+        meta = self.store.array(f"arrays/{name}")
+        if meta is None or len(meta.shape) < 3 or meta.shape[-1] < _LEAST_WIDTH or meta.dtype is None:
+            return []
+        return [
+            Remark(
+                "layout",
+                f"arrays/{name}, {meta.dtype} of shape {list(meta.shape)}, is not read: a dataset has one array of activations; "
+                f"to read it, give it a folder of its own, in which it is {ACTIVATIONS}",
+            )
         ]
 
     def text_names(self) -> dict[str, Location]:
