@@ -446,6 +446,11 @@ def test_other_zarr_groups_are_not_taken_for_stores(tmp_path: Path) -> None:
         actshard.open(GOLDEN / "zarr/single_minimal/activations.zarr/arrays/activations")
     with refuses(actshard.FormatError, tmp_path, "found .'weights'.|expected an array"):
         actshard.open(tmp_path, format="zarr")
+    write_array(tmp_path / "folder/acts.zarr", np.zeros((3, 4), "<f4"), (3, 4))
+    with pytest.raises(
+        actshard.UnknownFormatError, match=r"acts\.zarr/\.zarray: of Zarr, but not a dataset.*numpy\.save"
+    ):
+        actshard.open(tmp_path / "folder")
 
 
 def test_a_second_array_of_activations_is_named(tmp_path: Path) -> None:

@@ -42,6 +42,10 @@ PAGE = "a web page"
 _CAPTURED = "actshard.capture runs a model, and writes its activations"
 _LANCE = FileKind("a dataset of Lance", _written_again("iterate over lance.dataset(FOLDER).to_batches()"))
 
+_ZARR_ARRAY = FileKind(
+    "of Zarr, but not a dataset with arrays/activations",
+    "numpy.save(FILE, zarr.open(FOLDER)[:]) writes the values of one array to a .npy file, which a layout.toml describes",
+)
 _FOLDERS: tuple[FolderKind, ...] = (
     FolderKind(
         (".metadata", "*.distcp"),
@@ -84,6 +88,8 @@ _FOLDERS: tuple[FolderKind, ...] = (
             "numpy.save(FILE, blosc2.open(PATH)[:]) writes a .npy file, which a layout.toml describes",
         ),
     ),
+    FolderKind((".zarray",), _ZARR_ARRAY),
+    FolderKind(("zarr.json",), _ZARR_ARRAY),
     FolderKind(
         ("*.tfrecord*",),
         FileKind("records of TensorFlow", _written_again("iterate over tf.data.TFRecordDataset(PATHS)")),
