@@ -220,6 +220,20 @@ def test_a_guess_takes_the_file_that_is_named_after_states(tmp_path: Path) -> No
     assert any("logits.npy" in reason for reason in proposal.unsure)
 
 
+@pytest.mark.parametrize("place", ["list of the file", "JSON"])
+def test_a_guess_finds_lists_of_lengths(place: str, tmp_path: Path) -> None:
+    """Padding would count as content otherwise."""
+    arrays = {"hidden": np.ones((4, 5, 32), np.float32)}
+    if place == "JSON":
+        (tmp_path / "meta.json").write_text(json.dumps({"lengths": [5, 1, 3, 2], "model": "m"}))
+    else:
+        arrays["lengths"] = np.array([5, 1, 3, 2])
+    np.savez(tmp_path / "all.npz", **arrays)
+    proposal = registry.get("layout_toml").guess(tmp_path)
+    with actshard.open(tmp_path, layout=proposal.text) as store:
+        assert (store.token_counts.tolist(), store.table.column_names) == ([5, 1, 3, 2], [])
+
+
 def test_a_guess_names_files_that_are_no_activations(tmp_path: Path) -> None:
     put_safetensors(tmp_path / "sae_weights.safetensors", {"W_enc": STATES[0], "W_dec": STATES[0]})
     (tmp_path / "cfg.json").write_text("{}")

@@ -472,15 +472,11 @@ def _proposed(
         else:
             lines += ["[activations.scales]", f"tensor = {_steps_text(scales)}"]
             unsure.append(f"elements are {array.dtype}, and {str(scales[-1])!r} is taken as their scales")
-    if mask and "token" in axes:
-        lines += ["[lengths]", f"tensor = {_steps_text(names[mask][0])}", 'kind = "mask"']
-    elif file := next((single[name] for name in _LENGTHS if name in single), None):
-        lines += ["[lengths]", f'file = "{file.pattern}"']
-    elif "offsets" in single:
-        lines += ["[lengths]", f'file = "{single["offsets"].pattern}"', 'kind = "offsets"']
-    elif "example" in axes and "token" in axes:
+    lengths = _lengths_table(axes, shape, lists, single, names[mask][0] if mask else None)
+    lines += lengths
+    if not lengths and "example" in axes and "token" in axes:
         unsure.append("neither lengths nor a mask were found: all tokens count as content, even padding")
-    elif "row" in axes:
+    elif not lengths and "row" in axes:
         unsure.append("no lengths were found: each row is taken as an example of one token")
     if tokens:
         lines += ["[tokens]", f"tensor = {_steps_text(names[tokens][0])}"]
@@ -497,6 +493,35 @@ def _proposed(
     left_out = [*_files_left_out(group, groups, lines), *_unused_keys(opened, lines, [entry for entry, _ in wide])]
     unsure += [*remarks, *left_out]
     return _proposal(lines, unsure)
+
+
+def _lengths_table(
+    axes: Sequence[str],
+    shape: Sequence[int],
+    lists: Mapping[tuple[Name, ...], int],
+    single: Mapping[str, _Group],
+    mask: tuple[Name, ...] | None,
+) -> list[str]:
+    """The table of lengths: of a mask, of a list of the file, of a file, or of a list in a JSON file; empty if there is none."""
+    if mask is not None and "token" in axes:
+        return ["[lengths]", f"tensor = {_steps_text(mask)}", 'kind = "mask"']
+    examples = shape[axes.index("example")] if "example" in axes and "token" in axes else None
+    if listed := [steps for steps, n in lists.items() if str(steps[-1]) in _LENGTHS and n == examples]:
+        return ["[lengths]", f"tensor = {_steps_text(listed[0])}"]
+    if file := next((single[name] for name in _LENGTHS if name in single), None):
+        return ["[lengths]", f'file = "{file.pattern}"']
+    if "offsets" in single:
+        return ["[lengths]", f'file = "{single["offsets"].pattern}"', 'kind = "offsets"']
+    for group in single.values() if examples is not None else ():
+        with contextlib.suppress(ActshardError):
+            value = read_json(group.files[0]) if group.pattern.endswith(".json") else None
+            if not isinstance(value, dict):
+                continue
+            for key in _LENGTHS:
+                entries = value.get(key)
+                if isinstance(entries, list) and len(entries) == examples:
+                    return ["[lengths]", f"file = {json.dumps(f'{group.pattern}:/{key}')}"]
+    return []
 
 
 @dataclass(frozen=True)
@@ -641,7 +666,7 @@ def _tables_of_file(path: Location, examples: int, order: ExampleOrder) -> tuple
     value = read_json(path) if name.endswith(".json") else None
     if isinstance(value, dict):
         columns = {key: v for key, v in value.items() if isinstance(v, list) and len(v) == examples}
-        pointers = [key.replace("~", "~0").replace("/", "~1") for key in columns if key not in _TOKENS]
+        pointers = [key.replace("~", "~0").replace("/", "~1") for key in columns if key not in (*_TOKENS, *_LENGTHS)]
         tables = [["[[columns]]", f"file = {json.dumps(f'{name}:/{pointer}')}"] for pointer in pointers]
         field, reason = order.joined(columns)
         if field and len(columns) == len(value):
