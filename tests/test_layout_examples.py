@@ -234,6 +234,22 @@ def test_a_guess_finds_lists_of_lengths(place: str, tmp_path: Path) -> None:
         assert (store.token_counts.tolist(), store.table.column_names) == ([5, 1, 3, 2], [])
 
 
+def test_a_guess_takes_the_recorded_shape_and_dtype_of_a_raw_file(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).standard_normal((6, 5, 32)).astype(np.float16)
+    values.tofile(tmp_path / "acts.dat")
+    for dtype, shape, opens in (
+        ("torch.float16", [6, 5, 32], True),
+        ("float16", [6, 5, 33], False),
+        ("f", None, False),
+    ):
+        (tmp_path / "meta.json").write_text(json.dumps({"shape": shape, "dtype": dtype}))
+        proposal = registry.get("layout_toml").guess(tmp_path)
+        assert ("fill in both" in proposal.text) == (not opens)
+        if opens:
+            store = actshard.open(tmp_path, layout=proposal.text)
+            assert np.array_equal(store.layer(0).rows(), values.reshape(-1, 32))
+
+
 def test_a_guess_names_files_that_are_no_activations(tmp_path: Path) -> None:
     put_safetensors(tmp_path / "sae_weights.safetensors", {"W_enc": STATES[0], "W_dec": STATES[0]})
     (tmp_path / "cfg.json").write_text("{}")

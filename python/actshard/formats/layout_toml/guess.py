@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actshard._native import StoredArray
+from actshard.base._arguments import numpy_type
 from actshard.base._json import read_json
-from actshard.base.errors import ActshardError, FormatError
+from actshard.base.errors import ActshardError, DtypeError, FormatError
 from actshard.base.location import Location
 from actshard.formats.candidates import rank_of
 from actshard.formats.foreign import explained
@@ -376,25 +377,36 @@ def _propose_indexed(root: Location, group: _Group, groups: list[_Group]) -> Pro
 
 
 def _propose_raw(root: Location, group: _Group) -> Proposal:
-    pattern, _, unsure = _pattern(root, group)
-    unsure.append("a raw file contains neither shape nor dtype: fill in both")
+    pattern, captures, unsure = _pattern(root, group)
+    known: tuple[str, list[int]] | None = None
     for path, _ in root.files():
-        if path.name.endswith(".json"):
-            try:
-                value = read_json(path)
-            except ActshardError:
-                continue
-            if isinstance(value, dict):
-                unsure.append(f"{path.relative_to(root)} has {', '.join(list(value)[:12])}")
-    lines = [
-        "version = 1",
-        "[activations]",
-        f'files = "{pattern}"',
-        'axes = ["row", "dim"]',
-        'dtype = "bfloat16"  # unsure',
-    ]
+        value = None
+        with contextlib.suppress(ActshardError):
+            value = read_json(path) if path.name.endswith(".json") else None
+        if isinstance(value, dict):
+            known = known or _recorded_array(value, group)
+            unsure.append(f"{path.relative_to(root)} has {', '.join(list(value)[:12])}")
+    lines = ["version = 1", "[activations]", f'files = "{pattern}"']
+    if known is not None:
+        dtype, shape = known
+        axes = ", ".join(f'"{axis}"' for axis in _axes(shape, captures, layered=False, tokens=None, unsure=unsure))
+        return _tried(root, _proposal([*lines, f"axes = [{axes}]", f'dtype = "{dtype}"', f"shape = {shape}"], unsure))
+    unsure.append("a raw file contains neither shape nor dtype: fill in both")
+    lines += ['axes = ["row", "dim"]', 'dtype = "bfloat16"  # unsure']
     lines.append("shape = [-1, 0]  # unsure: rows (-1: all), d_model")
     return _proposal(lines, unsure)
+
+
+def _recorded_array(value: Mapping[str, object], group: _Group) -> tuple[str, list[int]] | None:
+    """The dtype and shape that a JSON file records, if all files of the group have their size."""
+    name, shape = str(value.get("dtype")).removeprefix("torch."), value.get("shape")
+    if not isinstance(shape, list) or len(shape) < 2 or not all(type(n) is int and n > 0 for n in shape):
+        return None
+    try:
+        size = math.prod(shape) * numpy_type(name, "dtype").itemsize
+    except DtypeError:
+        return None
+    return (name, shape) if group.bytes == size * len(group.files) else None
 
 
 def _proposal(lines: list[str], unsure: list[str]) -> Proposal:
