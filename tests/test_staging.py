@@ -112,7 +112,7 @@ def test_what_changed_is_fetched_and_nothing_else(server: Served, tmp_path: Path
 CHILD = """
     import json, os, signal, sys
     from actshard.writing import staging
-    staging.copying._FILES = 2
+    staging.folder._FILES = 2
     url, folder, options, layers, after = json.loads(sys.argv[1])
     def progress(what, done, total):
         if done >= after > 0:

@@ -181,7 +181,8 @@ class OracleMachine(CountedMachine):
         )
         if error is not None:
             # Pickle shards number examples: a join may have a number twice, or none. Examples that are left out lack all layers.
-            reason = "lacks layer" if case.store.contents.lacks_layers else "sample_idx: expected"
+            contents = case.store.contents
+            reason = "lacks layer" if contents.lacks_layers or contents.absence else "sample_idx: expected"
             assert reason in str(error) or "sample_idx: expected" in str(error), repr(error)
             return
         # A column of nulls has no type: formats leave it out.

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import pkgutil
 import shutil
 import signal
 import tempfile
@@ -40,11 +41,11 @@ pytestmark = pytest.mark.machine
 LAYERS, WIDTH = [3, 7], 4
 FORMATS = ("saev", "lmprobe", "zarr", "pickle")
 # Imported before forking, because every child would import them again.
-for _module in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
-    importlib.import_module(_module)
+for _name in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
+    importlib.import_module(_name)
 for _format in FORMATS:
-    for _room in ("read", "write", "check"):
-        importlib.import_module(f"actshard.formats.{_format}.{_room}")
+    for _module in pkgutil.iter_modules(importlib.import_module(f"actshard.formats.{_format}").__path__):
+        importlib.import_module(f"actshard.formats.{_format}.{_module.name}")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "saev": [{"max_tokens_per_shard": 12}, {"protocol": "2.0", "max_tokens_per_shard": 30}, {"cls_token": True}],
     "lmprobe": [{"shard_bytes": 150}, {"storage": "full_sequence", "shard_bytes": 16}, {"dtype": "float64"}],

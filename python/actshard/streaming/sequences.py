@@ -62,7 +62,7 @@ class BatchColumns:
         """
         if self._read is None:
             columns: dict[str, NDArray[np.generic] | TokenValues] = {}
-            if self.names:
+            if self.names and len(examples):
                 is_all = len(examples) == self._store.num_examples
                 table = self._store.read_columns(self.names, None if is_all else examples)
                 columns = {name: _values(self._store, name, table[name], examples) for name in self.names}
@@ -443,7 +443,10 @@ class _SequenceLoop(Loop[SequenceBatch]):
         self._layers = array_of(stream.layers)
         self._warned = False
         # Kept in memory until the loop ends, like the open files, even if the store is closed.
-        self._labels, self._columns = stream.store.labels, stream._columns.read(np.unique(stream._examples))
+        examples = np.sort(stream._examples)
+        # np.unique imports a module at its first call, and a child that is forked meanwhile would wait for it for ever.
+        examples = examples[np.flatnonzero(np.diff(examples, prepend=-1))]
+        self._labels, self._columns = stream.store.labels, stream._columns.read(examples)
         super().__init__(stream, first, every)
 
     def _start(self) -> ReadAhead:

@@ -21,7 +21,7 @@ from actshard.base.location import Location, read_ahead
 from actshard.formats.zarr.absent import WholeChunks
 from actshard.formats.zarr.arrays import Spare, ZarrStore, read_constant, read_whole
 from actshard.formats.zarr.meta import ArrayMeta, stored
-from actshard.formats.zarr.scales import stored_scales
+from actshard.formats.zarr.scales import SCALES, stored_scales
 
 ACTIVATIONS = "arrays/activations"
 PROMPT, RESPONSE = "arrays/prompt_activations", "arrays/response_activations"
@@ -325,7 +325,7 @@ class Member:
         remarks: list[Remark] = []
         checked = {name for array in self.arrays for name in (array.node, f"arrays/{LENGTHS[array.node]}")}
         for name in self.store.names("arrays"):
-            if f"arrays/{name}" in checked:
+            if f"arrays/{name}" in (*checked, SCALES):
                 continue
             if (meta := self.small.get(name)) is None:
                 remarks += self._missing_metadata(name) or self._left_out(name)
