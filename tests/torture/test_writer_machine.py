@@ -9,6 +9,7 @@ call resumes; a finished dataset reads back completely, and ``verify(deep=True)`
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -45,7 +46,8 @@ for _name in ("numpy.ma", "pyarrow.compute", "pyarrow.parquet"):
     importlib.import_module(_name)
 for _format in FORMATS:
     for _module in pkgutil.iter_modules(importlib.import_module(f"actshard.formats.{_format}").__path__):
-        importlib.import_module(f"actshard.formats.{_format}.{_module.name}")
+        with contextlib.suppress(ModuleNotFoundError):  # the codec for the zarr package
+            importlib.import_module(f"actshard.formats.{_format}.{_module.name}")
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "saev": [{"max_tokens_per_shard": 12}, {"protocol": "2.0", "max_tokens_per_shard": 30}, {"cls_token": True}],
     "lmprobe": [{"shard_bytes": 150}, {"storage": "full_sequence", "shard_bytes": 16}, {"dtype": "float64"}],
