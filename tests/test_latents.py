@@ -542,6 +542,7 @@ ENTRIES: dict[str, tuple[Damage, str]] = {
     "nan": (at("activations", 1, np.nan), "nan"),
     "infinite": (at("activations", 1, -np.inf), "infinite"),
     "repeated": (values_of(lambda s: s["locations"].__setitem__(1, s["locations"][0])), "duplicate-latent"),
+    "tokens of another run": (at("tokens", (1, 2), -5), "format"),
     "unsorted": (values_of(lambda s: s["locations"].__setitem__(slice(None), s["locations"][::-1].copy())), "layout"),
 }
 
