@@ -320,6 +320,11 @@ def _delphi(module: str, folder: Location, io: str, faults: Faults) -> LatentFil
     if not isinstance(metadata, dict):
         raise FormatError("expected an object", path=folder / CONFIG)
     sizes = _sizes(metadata.pop(KEY, None), folder / CONFIG)
+    splits = metadata.get("n_splits")
+    if stop < sizes.get("num_features", 0):
+        remarks.append(Remark("missing-file", f"no file has the features {stop} to {sizes['num_features'] - 1}"))
+    elif not sizes and not remarks and isinstance(splits, int) and len(names) < splits:
+        remarks.append(Remark("missing-file", f"{CONFIG} names {splits} splits, and {len(names)} have a file"))
     if token_ids:
         sizes |= {"num_examples": token_ids[0].shape[0], "context": token_ids[0].shape[1]}
     tokens = [(tensor.path, tensor.rows(io)) for tensor in token_ids if all(tensor.shape)]
