@@ -542,6 +542,7 @@ ENTRIES: dict[str, tuple[Damage, str]] = {
     "nan": (at("activations", 1, np.nan), "nan"),
     "infinite": (at("activations", 1, -np.inf), "infinite"),
     "repeated": (values_of(lambda s: s["locations"].__setitem__(1, s["locations"][0])), "duplicate-latent"),
+    "tokens of another run": (at("tokens", (1, 2), -5), "format"),
     "unsorted": (values_of(lambda s: s["locations"].__setitem__(slice(None), s["locations"][::-1].copy())), "layout"),
 }
 
@@ -597,6 +598,21 @@ def test_a_missing_split_is_a_warning_and_an_error_of_verify(tmp_path: Path) -> 
         store = latents.open(tmp_path / "m")
     assert len(store.feature(4)) == 0
     assert latents.verify(tmp_path / "m").codes() == {"missing-file"}
+
+
+@pytest.mark.parametrize("by", ["delphi", "actshard"])
+def test_a_missing_last_split_is_a_warning(by: str, tmp_path: Path) -> None:
+    write_delphi(tmp_path / "m", made(2, (6, 4, 9), 0.5), [0, 3, 6, 9])
+    (tmp_path / "m/config.json").write_text('{"n_splits": 3}')
+    folder = tmp_path / "m"
+    if by == "actshard":  # whose config.json has the sizes, and n_splits of its source
+        folder = latents.convert(folder, tmp_path / "copy", "delphi", n_splits=2)
+    assert not latents.open(folder).warnings
+    max(folder.glob("*.safetensors")).unlink()
+    reason = "config.json names 3 splits, and 2 have a file" if by == "delphi" else "no file has the features 4 to 8"
+    with pytest.warns(actshard.ActshardWarning, match=reason):
+        latents.open(folder)
+    assert latents.verify(folder).codes() == {"missing-file"}
 
 
 # -- the rest ------------------------------------------------------------------------------------------------------

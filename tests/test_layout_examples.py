@@ -288,9 +288,10 @@ def put_csv(path: Path, columns: dict[str, list[Any]]) -> None:
     path.write_text("\n".join(",".join(map(str, row)) for row in (list(columns), *rows)) + "\n")
 
 
-def test_a_guess_joins_lines_by_the_field_that_numbers_the_examples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["id", "Unnamed: 0"])
+def test_a_guess_joins_lines_by_the_field_that_numbers_the_examples(name: str, tmp_path: Path) -> None:
     put_files(tmp_path, [0, 1, 2, 3])
-    put_csv(tmp_path / "labels.csv", {"id": [3, 1, 0, 2], "label": ["d", "b", "a", "c"]})
+    put_csv(tmp_path / "labels.csv", {name: [3, 1, 0, 2], "label": ["d", "b", "a", "c"]})
     columns, _ = guessed(tmp_path)
     assert columns == {"example": [0, 1, 2, 3], "label": ["a", "b", "c", "d"]}
 
@@ -308,8 +309,9 @@ def test_a_guess_joins_columns_of_json_by_their_numbers(tmp_path: Path) -> None:
         ([0, 2, 5], {"label": [7, 8, 9]}, "the numbers of the examples have gaps (0, 2, 5)"),
         ([0, 1, 2], {"file": ["prompt_2.npy", "prompt_0.npy", "prompt_1.npy"], "label": [7, 8, 9]}, "its 'file' names"),
         ([0, 1, 2], {"id": [12, 10, 11], "label": [7, 8, 9]}, "its 'id' is not in ascending order"),
+        ([0, 1, 2], {"": [2, 0, 1], "label": [7, 8, 9]}, "its column without a name has the examples in another order"),
     ],
-    ids=["gaps", "names", "ids"],
+    ids=["gaps", "names", "ids", "index of pandas"],
 )
 def test_a_guess_attaches_no_values_whose_order_is_not_that_of_the_examples(
     numbers: list[int], labels: dict[str, list[Any]], reason: str, tmp_path: Path

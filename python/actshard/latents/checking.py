@@ -10,11 +10,13 @@ import numpy as np
 from actshard.base._arguments import many, switch
 from actshard.base.location import Location, network_io
 from actshard.formats.report import Report
-from actshard.latents.files import CONFIG, TORCH_MORE, parse_latents, stores_at
+from actshard.latents.files import CONFIG, TORCH_MORE, gather, parse_latents, stores_at
 from actshard.latents.store import LatentStore, repeats_at
 
 _SHOWN = 20
 """Repeated entries that are reported."""
+_TOKENS = 1 << 20
+"""Token ids that are compared at a time."""
 _MEMORY = 1 << 30
 
 
@@ -67,6 +69,7 @@ def _check_module(
     if report.deep:
         with report.noting(folder):
             _check_entries(store, report, tell)
+            _check_tokens(store, report)
         if report.ok:  # an example is read through locations that were checked
             with report.noting(folder):
                 _check_repeats(store, folder, report)
@@ -128,6 +131,20 @@ def _check_lengths(store: LatentStore, first: int, places: np.ndarray, path: Loc
             report.add(
                 "latent-location", path, int(places[at, 1]), f"a token below {limits[at]}", f"entry {first + at}"
             )
+
+
+def _check_tokens(store: LatentStore, report: Report) -> None:
+    """Each split has the same token ids: files of two runs have other examples under the same numbers."""
+    step = max(_TOKENS // max(store.n_tokens, 1), 1)
+    for path, copy in store.files.token_copies[1:]:
+        first_path, first_copy = store.files.token_copies[0]
+        for first in range(0, store.n_examples, step):
+            numbers = np.arange(first, min(first + step, store.n_examples))
+            if len(wrong := np.argwhere(gather(copy, numbers) != gather(first_copy, numbers))):
+                example, token = (wrong[0] + (first, 0)).tolist()
+                text = f"tokens: other ids than in {first_path.name}: the files may be of two runs"
+                report.add("format", path, text, place=f"example {example}, token {token}")
+                break
 
 
 def _check_repeats(store: LatentStore, folder: Location, report: Report) -> None:

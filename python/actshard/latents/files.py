@@ -111,6 +111,8 @@ class LatentFiles:
     """Token ids, (examples, context)."""
     metadata: dict[str, object] = field(default_factory=dict)
     warnings: tuple[Remark, ...] = ()
+    token_copies: tuple[tuple[Location, Rows], ...] = ()
+    """The token ids of each split of delphi, with its file; ``tokens`` are the first."""
 
 
 def stores_at(root: Location, columns: Mapping[str, str] | None = None) -> tuple[str, dict[str, Location]] | None:
@@ -285,7 +287,7 @@ def _delphi(module: str, folder: Location, io: str, faults: Faults) -> LatentFil
     paths = [folder / match.string for match in names]
     headers = faults.batch(paths, lambda batch: _native.read_arrays(batch, "safetensors"))
     parts: list[LatentPart] = []
-    tokens: _Tensor | None = None
+    token_ids: list[_Tensor] = []
     remarks: list[Remark] = []
     stop, dtypes = 0, set()
     for match, path, (arrays, _) in zip(names, paths, headers, strict=True):
@@ -308,18 +310,24 @@ def _delphi(module: str, folder: Location, io: str, faults: Faults) -> LatentFil
         dtypes.add(values.dtype)
         if "tokens" in tensors:
             stored_tokens = _Tensor(path, "tokens", tensors["tokens"], 2, "iu")
-            tokens = tokens or stored_tokens
-            if stored_tokens.shape != tokens.shape:
+            token_ids.append(stored_tokens)
+            if stored_tokens.shape != token_ids[0].shape:
                 raise FormatError(
-                    f"tokens: expected the shape {tokens.shape} of {tokens.path.name}, found {stored_tokens.shape}",
+                    f"tokens: expected the shape {token_ids[0].shape} of {token_ids[0].path.name}, found {stored_tokens.shape}",
                     path=path,
                 )
     metadata = read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
     if not isinstance(metadata, dict):
         raise FormatError("expected an object", path=folder / CONFIG)
     sizes = _sizes(metadata.pop(KEY, None), folder / CONFIG)
-    if tokens is not None:
-        sizes |= {"num_examples": tokens.shape[0], "context": tokens.shape[1]}
+    splits = metadata.get("n_splits")
+    if stop < sizes.get("num_features", 0):
+        remarks.append(Remark("missing-file", f"no file has the features {stop} to {sizes['num_features'] - 1}"))
+    elif not sizes and not remarks and isinstance(splits, int) and len(names) < splits:
+        remarks.append(Remark("missing-file", f"{CONFIG} names {splits} splits, and {len(names)} have a file"))
+    if token_ids:
+        sizes |= {"num_examples": token_ids[0].shape[0], "context": token_ids[0].shape[1]}
+    tokens = [(tensor.path, tensor.rows(io)) for tensor in token_ids if all(tensor.shape)]
     return LatentFiles(
         "delphi",
         folder,
@@ -329,7 +337,8 @@ def _delphi(module: str, folder: Location, io: str, faults: Faults) -> LatentFil
         sizes.get("num_examples"),
         stop,
         sizes.get("context"),
-        tokens=tokens.rows(io) if tokens is not None and all(tokens.shape) else None,
+        tokens=tokens[0][1] if tokens else None,
+        token_copies=tuple(tokens),
         metadata=metadata,
         warnings=tuple(remarks),
     )

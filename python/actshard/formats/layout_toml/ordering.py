@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _IDS = re.compile(
-    r"(?:^|[^a-z])(?:ids?|idx|index|i|n|no|number|example|sample|prompt|row|item|key|file|filename|path|name)$",
+    r"(?:^|[^a-z])(?:ids?|idx|index|i|n|no|number|example|sample|prompt|row|item|key|file|filename|path|name)$|^(?:Unnamed: 0)?$",
     re.IGNORECASE,
 )
-"""Names of fields that may number or name the examples."""
+"""Names of fields that may number or name the examples. pandas writes its index without a name, and reads it as "Unnamed: 0"."""
 _SHOWN = 4
 
 
@@ -69,7 +69,8 @@ class ExampleOrder:
             if integers == self.numbers:
                 return "", ""
             if sorted(integers) == self.numbers:
-                return name, ""
+                unnamed = "its column without a name has the examples in another order; with a name it can be 'by'"
+                return name, "" if name else unnamed
             if integers != sorted(integers):
                 return "", f"its {name!r} is not in ascending order, and has other numbers than the examples"
         for name, values in columns.items():
