@@ -447,8 +447,9 @@ impl Rows {
         }
     }
 
-    /// Whether several threads should gather neighbouring rows ahead: a slow source sends them, or they are decoded in small units.
-    pub fn is_gathered_ahead(&self) -> bool {
+    /// Whether several threads should gather neighbouring items, of rows of `groups` groups, ahead: a slow source sends them, or they are
+    /// decoded in small units.
+    pub fn is_gathered_ahead(&self, groups: u64) -> bool {
         match self {
             Rows::Strided(files, _)
             | Rows::Table(files, _)
@@ -457,11 +458,13 @@ impl Rows {
             | Rows::Records(files, _)
             | Rows::Tensors(files, _)
             | Rows::Placed(files, _) => files.wishes().is_some(),
-            Rows::Chunked(files, _) => files.decodes_small_chunks() || !files.decodes() && files.wishes().is_some(),
+            Rows::Chunked(files, _) => {
+                files.decodes_small_chunks(groups) || !files.decodes() && files.wishes().is_some()
+            }
             Rows::Shards(..) => false,
-            Rows::Chosen(of, _) => of.is_gathered_ahead(),
+            Rows::Chosen(of, _) => of.is_gathered_ahead(groups),
             Rows::Several(several) => {
-                several.parts().iter().all(|part| part.reads_blocks() || part.is_gathered_ahead())
+                several.parts().iter().all(|part| part.reads_blocks() || part.is_gathered_ahead(groups))
                     && !self.reads_blocks()
             }
         }

@@ -50,9 +50,12 @@ use crate::threads::{self, Stop, Watch};
 /// Chunks of which it is known that rows were decoded apart, at most: more than fit in most caches.
 const TOUCHED: u64 = 1 << 14;
 
-/// Bytes of a small chunk of a local file, and of one of a slow store, at most: a fraction of what a thread reads ahead.
+/// Bytes of the chunks of an item, at most, that several threads decode ahead: of local files an eighth of what a thread reads, so that
+/// few chunks are decoded by two of them; of a slow store, whose chunks are larger, little memory for all threads together.
 const SMALL: u64 = 256 << 10;
-const SMALL_FAR: u64 = 1 << 20;
+const SMALL_FAR: u64 = 16 << 20;
+/// Bytes of one of these chunks of a slow store, at most.
+const SMALL_CHUNK_FAR: u64 = 1 << 20;
 
 /// The encoding of chunks.
 #[derive(Debug)]
@@ -257,14 +260,15 @@ impl ChunkFiles {
         self.arrays.iter().any(|(_, array)| matches!(array.content, Content::Coded(_)))
     }
 
-    /// Whether all chunks are inner chunks of shards that are decoded here, each with few bytes: several threads can decode
-    /// neighbouring rows without decoding the same chunks.
-    pub fn decodes_small_chunks(&self) -> bool {
-        let most = if self.wishes.is_some() { SMALL_FAR } else { SMALL };
+    /// Whether all chunks are inner chunks of shards that are decoded here, and those of an item, with rows of `groups` groups, have few
+    /// bytes: several threads can decode neighbouring items.
+    pub fn decodes_small_chunks(&self, groups: u64) -> bool {
+        let (most, most_of_chunk) = if self.wishes.is_some() { (SMALL_FAR, SMALL_CHUNK_FAR) } else { (SMALL, SMALL) };
+        let is_small = |bytes: u64| bytes <= most_of_chunk && bytes.saturating_mul(groups) <= most;
         self.decodes
             && self.arrays.iter().all(|(grid, array)| match &array.content {
                 Content::Plain { .. } => false,
-                Content::Coded(coded) => coded.sharded().is_some() && self.chunk_bytes(grid) <= most,
+                Content::Coded(coded) => coded.sharded().is_some() && is_small(self.chunk_bytes(grid)),
             })
     }
 

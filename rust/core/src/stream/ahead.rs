@@ -178,7 +178,7 @@ impl<M: AsMut<[u8]>> BatchMaker<'_, M> {
         if self.wanted.first >= plan.batches() {
             return Ok(());
         }
-        if shuffle == Shuffle::Exact || !(rows.reads_blocks() || rows.is_gathered_ahead()) {
+        if shuffle == Shuffle::Exact || !(rows.reads_blocks() || rows.is_gathered_ahead(plan.rows_per_item() as u64)) {
             return self.batches(&epoch, make, None);
         }
         let maker = ChunkMaker::new(rows, plan, &epoch, self.wanted);

@@ -179,7 +179,7 @@ impl<'a> ChunkMaker<'a> {
     pub fn new(rows: &'a Rows, plan: &'a Plan, epoch: &'a Epoch<'a>, wanted: Wanted) -> ChunkMaker<'a> {
         let item_bytes = (rows.row().bytes * plan.rows_per_item()) as u64;
         let window = plan.settings.window.min(plan.items()) * item_bytes;
-        let (gathers, far) = (rows.is_gathered_ahead(), rows.is_far());
+        let (gathers, far) = (rows.is_gathered_ahead(plan.rows_per_item() as u64), rows.is_far());
         let chunk_bytes = if plan.settings.shuffle == Shuffle::Window && !far { WINDOW_CHUNK } else { CHUNK };
         // Threads that decode do not wait, apart from a few whose bytes are on their way.
         let readers_at_once = if gathers && !far { READERS.min(threads::num_threads() + 2) } else { READERS };

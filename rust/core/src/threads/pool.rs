@@ -211,7 +211,8 @@ pub fn run(parts: usize, work: &(dyn Fn(usize, &Stop) -> Result<()> + Sync), wat
             // this one, so they are counted before each part.
             let others = caller.others();
             let most = num_threads().saturating_sub(1 + others).min(handout.left().saturating_sub(1));
-            while workers < most {
+            // A watch may have forked: the child has no threads.
+            while workers < most && caller.pid == std::process::id() {
                 workers += 1;
                 let leave = handout.enter();
                 #[cfg(target_os = "linux")]
