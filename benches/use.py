@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import actshard
-from actshard.streaming import Shuffle
+from actshard.streaming.rescaling import Shuffle
 from benches import data
 from benches.measure import Engine, Row, compared, interleave
 from benches.sizes import size
