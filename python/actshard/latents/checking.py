@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -47,9 +48,7 @@ def check_latents(root: Location, report: Report, tell: Callable[[str, int, int]
             io = network_io(folder)
             files = report.faults.parse(
                 folder,
-                lambda m=module, f=folder, io=io: parse_latents(
-                    kind, m, f, io=io, memory=_MEMORY, faults=report.faults
-                ),  # type: ignore[misc]
+                partial(parse_latents, kind, module, folder, io=io, memory=_MEMORY, faults=report.faults),
             )
             if files is not None:
                 _check_module(LatentStore(files, _MEMORY, io, None), folder, report, tell)

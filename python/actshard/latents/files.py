@@ -527,10 +527,10 @@ class _TablePart(LatentPart):
                     f"row group {self._group}: column {name!r}: expected values, found null", path=self.path
                 )
             try:
-                whole = column.cast(pa.int64()) if pa.types.is_integer(column.type) else column
+                numbers = column.cast(pa.int64()) if pa.types.is_integer(column.type) else column
             except pa.ArrowInvalid as error:
                 raise FormatError(f"column {name!r}: expected numbers below 2**63", path=self.path) from error
-            arrays.append(whole.to_numpy())
+            arrays.append(numbers.to_numpy())
         return np.stack(arrays, axis=1)
 
     def locations(self, rows: IntArray) -> IntArray:

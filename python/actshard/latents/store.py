@@ -341,8 +341,8 @@ class LatentStore:
         part = self.files.parts[number]
         cached = self._by_feature
         if parts > 1 or part.is_decoded or part.count * 16 > self._memory:
-            found = [first + np.flatnonzero(places[:, 2] == feature) for first, places in self.chunks(part)]
-            return np.concatenate([np.zeros(0, np.int64), *found])
+            entries = [first + np.flatnonzero(places[:, 2] == feature) for first, places in self.chunks(part)]
+            return np.concatenate([np.zeros(0, np.int64), *entries])
         if cached is None or cached[0] != number:
             features = np.concatenate([np.zeros(0, np.int64), *(places[:, 2] for _, places in self.chunks(part))])
             keys = features - features.min(initial=feature)

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -37,6 +37,9 @@ from actshard.formats.torch_zip import NewTensor, TorchArchive, torch_bytes
 from actshard.latents import store as store_module
 from actshard.latents.files import CONFIG, KEY, KINDS, ROLES
 from actshard.latents.store import LatentRows, LatentStore
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _EXAMPLES = 256
 """Examples that are read and written together."""
@@ -97,7 +100,10 @@ def convert(
         data = work / "data"
         remove(data)  # of a call that was interrupted, which had this lock
         make_folder(data)
-        batches = lambda: (_cast(rows, kind, store) for rows in store.stream(_EXAMPLES))  # noqa: E731
+
+        def batches() -> Iterator[LatentRows]:
+            return (_cast(rows, kind, store) for rows in store.stream(_EXAMPLES))
+
         if to == "delphi":
             _write_delphi(store, data, kind, _bounds(store, n_splits), batches)
         else:
@@ -216,17 +222,17 @@ def _write_delphi(
         if tokens is not None:
             parts["tokens"][...] = tokens
         files.append((path, file, parts))
-    done = np.zeros(len(bounds), np.int64)
+    ends = np.zeros(len(bounds), np.int64)
     for rows in batches():
         split = np.searchsorted(firsts, rows.features, "right") - 1
         for number in np.unique(split).tolist():
             chosen = np.flatnonzero(split == number)
-            to = slice(int(done[number]), int(done[number]) + len(chosen))
+            to = slice(int(ends[number]), int(ends[number]) + len(chosen))
             parts = files[number][2]
             for axis, column in enumerate((rows.examples, rows.tokens, rows.features - firsts[number])):
                 parts["locations"][to, axis] = column[chosen]
             parts["activations"][to] = rows.values[chosen]
-            done[number] = to.stop
+            ends[number] = to.stop
     for path, file, _ in files:
         _sync(path, file)
     metadata = store.metadata if store.kind == "delphi" else {"converted_from": {store.kind: store.metadata}}
@@ -278,14 +284,14 @@ def _write_torch(
         )
     ends = np.zeros(store.n_examples + 1, np.int64)
     most = np.zeros(features, np.float32)
-    done = 0
+    first = 0
     for rows in batches():
-        to = slice(done, done + len(rows))
+        to = slice(first, first + len(rows))
         files["activations"][2][to] = rows.values
         files["indices"][2][to] = np.stack([rows.examples, rows.tokens, rows.features], axis=1)
         np.add.at(ends, rows.examples + 1, 1)
         np.maximum.at(most, rows.features, rows.values.astype(np.float32))
-        done = to.stop
+        first = to.stop
     for name, (archive, file, _) in files.items():
         archive.seal(file)
         _sync(folder / f"{name}.pt", file)
@@ -337,7 +343,7 @@ def _write_parquet(
         _native.sync_files([folder / "tokens" / "tokens.parquet"])
 
 
-def _table(batches: list[LatentRows], schema: object) -> object:
+def _table(batches: list[LatentRows], schema: pa.Schema) -> pa.Table:
     import pyarrow as pa
 
     columns = [
@@ -347,6 +353,6 @@ def _table(batches: list[LatentRows], schema: object) -> object:
                 *(getattr(rows, f"{role}s") for rows in batches),
             ]
         )
-        for role, kind in zip(ROLES, schema.types, strict=True)  # type: ignore[attr-defined]
+        for role, kind in zip(ROLES, schema.types, strict=True)
     ]
-    return pa.table([pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)], schema=schema)  # type: ignore[attr-defined]
+    return pa.table([pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)], schema=schema)

@@ -47,10 +47,10 @@ class WholeChunks:
         assert array.dtype is not None
         full = math.prod(array.outer) * array.dtype.itemsize
         broken = {coords for coords, size in files.items() if size == 0 or (not array.how and size != full)}
-        whole = {coords: size for coords, size in files.items() if coords not in broken}
+        complete = {coords: size for coords, size in files.items() if coords not in broken}
         places: list[NDArray[np.int64]] = [np.zeros((0, len(array.shape)), np.int64)]
         per_shard = np.array([outer // inner for outer, inner in zip(array.outer, array.chunks, strict=True)])
-        for coords, size in whole.items():
+        for coords, size in complete.items():
             entries = np.ones(per_shard, np.bool_) if not array.inner else inner_chunks(array, coords, size)
             if entries is None:
                 broken.add(coords)
